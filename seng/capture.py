@@ -1,0 +1,74 @@
+"""One forward hook per layer: on refresh steps it hands over the layer's input a and the gradient g of its output.
+
+The hook passes the output through an autograd function that marks it dirty and returns it: no copy, safe with in-place
+activations, and released with the graph. When disarmed, it does nothing at all. Copies of a module (deepcopy, pickle, averaged
+models) carry hooks that do nothing, and the hooks go when the capture goes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Receive = Callable[[int, bool, Tensor, Tensor], None]  # (layer's index, its mode in the forward, a, g)
+
+
+class Capture:
+    """Hooks on `layers`; `receive` is called inside the backward, once per call of a layer."""
+
+    def __init__(self, layers: Sequence[nn.Module], receive: Receive) -> None:
+        self.armed = False
+        self.receive = receive
+        handles = [
+            layer.register_forward_hook(_Hook(weakref.ref(self), weakref.ref(layer), i), with_kwargs=True)
+            for i, layer in enumerate(layers)
+        ]
+        self.remove = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+        self.remove.atexit = False
+
+
+class _Hook:
+    def __init__(self, capture: weakref.ref[Capture], layer: weakref.ref[nn.Module], index: int) -> None:
+        self.capture, self.layer, self.index = capture, layer, index
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        capture = self.capture()
+        if capture is None or not capture.armed or layer is not self.layer():
+            return None
+        trained = any(p.requires_grad for p in layer._parameters.values() if p is not None)
+        if not (trained and torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad):
+            return None
+        a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        return _Tap.apply(out, a.detach(), capture.receive, self.index, layer.training)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _inert, ()
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _inert() -> Callable[..., None]:
+    """What a hook becomes in a copy of its module."""
+    return _nothing
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, a: Tensor, receive: Receive, index: int, training: bool) -> Tensor:
+        ctx.mark_dirty(out)
+        ctx.save_for_backward(a)
+        ctx.receive, ctx.index, ctx.training = receive, index, training
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (a,) = ctx.saved_tensors
+        with torch.no_grad():
+            ctx.receive(ctx.index, ctx.training, a, g)
+        return g, None, None, None, None

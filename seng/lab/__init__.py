@@ -1,0 +1,1 @@
+"""Experiments: models, data and comparisons. Imports seng, never the reverse."""

@@ -1,0 +1,82 @@
+"""Small dense linear algebra that never goes silently wrong, and the two low-rank reductions: per sample and of U as a whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seng.operators import Implicit, Merged, Operator, Shape
+
+OVERSAMPLE = 8  # extra directions of the randomized range finder (Halko et al.: 5 to 10 suffice)
+POWER = 2  # its power iterations
+JITTER = (1e-12, 1e-8, 1e-4)  # tried in this order, relative to the mean of the diagonal
+
+
+def cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
+    """L with LLᵀ = S, and whether it was found with growing jitter. The device is never waited for."""
+    L, info = torch.linalg.cholesky_ex(S)
+    for jitter in JITTER:
+        if S.device.type == "cpu" and not info:  # on other devices a look would be a wait
+            break
+        raised = S + torch.diag(jitter * S.diagonal().mean().expand(len(S)))
+        retry, retried = torch.linalg.cholesky_ex(raised)
+        L, info = torch.where(info > 0, retry, L), torch.where(info > 0, retried, info)
+    return L, info == 0
+
+
+def eigh(S: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, descending and never negative, and eigenvectors; all not a number where S is not finite.
+
+    A failure in one precision is tried again in float64.
+    """
+    S = (S + S.T) / 2
+    if not S.isfinite().all():
+        return torch.full_like(S[0], torch.nan), torch.full_like(S, torch.nan)
+    try:
+        values, vectors = torch.linalg.eigh(S)
+    except torch.linalg.LinAlgError:
+        values, vectors = (t.to(S.dtype) for t in torch.linalg.eigh(S.double()))
+    return values.flip(0).clamp_min(0), vectors.flip(1)
+
+
+def merged(Y: Tensor, rank: int, layout: Shape) -> Merged:
+    """YYᵀ = Q diag(σ²) Qᵀ from the small eigenproblem YᵀY = W diag(σ²) Wᵀ: Q = Y W diag(1/σ), the leading `rank`."""
+    values, W = eigh(Y.T @ Y)
+    k = min(rank, *Y.shape)
+    values, W = values[:k], W[:, :k]
+    floor = values[:1] * torch.finfo(Y.dtype).eps * Y.shape[1]  # below it, a column of Q would be rounding noise
+    kept = values > floor
+    values = torch.where(kept, values, 0)
+    return Merged(Y @ (W * torch.where(kept, values, 1).rsqrt() * kept), values, layout)
+
+
+def leading(U: Operator, Xi: Operator, rank: int) -> Merged:
+    """The `rank` leading directions of U. Ξ = ΩU may only choose the subspace V_k; Q and σ² come from UV_k itself."""
+    k = min(rank, U.samples, U.n)
+    if k == U.samples:
+        return merged(U.explicit().U, k, U.shape)
+    _, V = eigh(Xi.gram())
+    return merged(U.combine(V[:, :k]), k, U.shape)
+
+
+def reduced(U: Implicit, rank: int, generator: torch.Generator) -> Implicit:
+    """Rank-r factors G_i = Ĝ_i V_i, A_i = Â_i V_i (eq. 15), V_i (κ, r) leading right singular vectors of the smaller factor.
+
+    A randomized partial SVD per sample. The signs of V_i are free in G_i A_iᵀ but not in eq. 23, so each column of V_i is
+    made to sum to a positive number. With r ≥ κ nothing is done, and with r ≥ min(n_G, n_A) nothing is lost.
+    """
+    if rank >= U.rank:
+        return U
+    X = U.G if U.G.shape[2] <= U.A.shape[2] else U.A  # (ϱ, h, m, κ)
+    m = X.shape[2]
+    if rank >= m:
+        V = torch.linalg.qr(X.mT).Q
+    else:
+        width = min(m, U.rank, rank + OVERSAMPLE)
+        omega = torch.randn(m, width, generator=generator, device=X.device, dtype=X.dtype)
+        Z = torch.linalg.qr(X.mT @ omega).Q  # (ϱ, h, κ, width)
+        for _ in range(POWER):
+            Z = torch.linalg.qr(X.mT @ (X @ Z)).Q
+        V = Z @ torch.linalg.svd(X @ Z, full_matrices=False).Vh.mT[..., :rank]
+    V = V * torch.where(V.sum(-2, keepdim=True) < 0, -1, 1)
+    return Implicit(U.G @ V, U.A @ V)

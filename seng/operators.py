@@ -1,0 +1,355 @@
+"""U as a linear operator: the three products `gram` (UᵀU), `rmv` (Uᵀz) and `mv` (Uc) of the paper's section 3.
+
+U is (n, ϱ); its columns are the per-sample gradients of one block. A block's vector z of length n is a stack of h
+matrices (n_G, n_A), row by row (h > 1 for grouped convolutions only), so u_i = Ĝ_i Â_iᵀ flattened. The paper's vec
+stacks columns instead, which only swaps the two sides of its Kronecker products.
+
+The forms differ in how they keep U:
+
+    Explicit   the columns themselves                                      ϱ·n numbers
+    Implicit   u_i = G_i A_iᵀ, the factors alone (eqs. 15 to 23)           ϱ·r·(n_G + n_A)
+    Lookup     embeddings: G_i and the row that each column belongs to     ϱ·κ·(n_A + 1)
+    Merged     U ≈ Q diag(σ), Q orthonormal, the leading k directions      k·n
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, int, int]  # (h, n_G, n_A)
+
+CHUNK = 2**24  # numbers of a dense slab of U that may exist at once
+
+
+@dataclass(frozen=True)
+class Operator(ABC):
+    """A tall matrix U (n, ϱ) known through its products."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> Shape:
+        """(h, n_G, n_A): how a vector of this block is a stack of matrices."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """ϱ, the number of columns."""
+
+    @property
+    def n(self) -> int:
+        """The number of rows, h·n_G·n_A."""
+        h, n_G, n_A = self.shape
+        return h * n_G * n_A
+
+    @abstractmethod
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Slabs of U: a slice of rows and U[slice]ᵀ (ϱ, m), of at most about CHUNK numbers each."""
+
+    @abstractmethod
+    def rmv(self, z: Tensor) -> Tensor:
+        """Uᵀz (ϱ,) of z (n,)."""
+
+    @abstractmethod
+    def mv(self, c: Tensor) -> Tensor:
+        """Uc (n,) of c (ϱ,)."""
+
+    @abstractmethod
+    def scaled(self, scale: float | Tensor) -> Self:
+        """scale · U."""
+
+    @abstractmethod
+    def first(self, samples: int) -> Self:
+        """The first columns."""
+
+    def gram(self) -> Tensor:
+        """UᵀU (ϱ, ϱ)."""
+        return sum((X @ X.T for _, X in self.rows()), start=self._zeros(self.samples, self.samples))
+
+    def combine(self, V: Tensor) -> Tensor:
+        """UV (n, k) of V (ϱ, k)."""
+        Y = self._zeros(self.n, V.shape[1])
+        for rows, X in self.rows():
+            Y[rows] = X.T @ V
+        return Y
+
+    def row_norms(self) -> Tensor:
+        """The squared norms (n,) of the rows of U."""
+        out = self._zeros(self.n)
+        for rows, X in self.rows():
+            out[rows] = X.square().sum(0)
+        return out
+
+    def explicit(self) -> Explicit:
+        """The same U, column by column."""
+        U = self._zeros(self.samples, self.n)
+        for rows, X in self.rows():
+            U[:, rows] = X
+        return Explicit(U.T, self.shape)
+
+    def tensors(self) -> list[Tensor]:
+        """What is stored."""
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same operator in another precision; integer tensors stay as they are."""
+        cast = {k: v.to(dtype) for k, v in vars(self).items() if isinstance(v, Tensor) and v.is_floating_point()}
+        return replace(self, **cast)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what is stored."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def _zeros(self, *size: int) -> Tensor:
+        like = next(t for t in self.tensors() if t.is_floating_point())
+        return like.new_zeros(size)
+
+
+@dataclass(frozen=True)
+class Explicit(Operator):
+    """The columns themselves."""
+
+    U: Tensor  # (n, ϱ)
+    layout: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return self.layout
+
+    @property
+    def samples(self) -> int:
+        return self.U.shape[1]
+
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(0, self.n), self.U.T
+
+    def rmv(self, z: Tensor) -> Tensor:
+        return self.U.T @ z
+
+    def mv(self, c: Tensor) -> Tensor:
+        return self.U @ c
+
+    def scaled(self, scale: float | Tensor) -> Self:
+        return replace(self, U=self.U * scale)
+
+    def first(self, samples: int) -> Self:
+        return replace(self, U=self.U[:, :samples])
+
+    def explicit(self) -> Explicit:
+        return self
+
+
+@dataclass(frozen=True)
+class Implicit(Operator):
+    """u_i = Σ_h vec(G_ih A_ihᵀ): the factors alone (eqs. 15 and 16)."""
+
+    G: Tensor  # (ϱ, h, n_G, r)
+    A: Tensor  # (ϱ, h, n_A, r)
+
+    @property
+    def shape(self) -> Shape:
+        return self.G.shape[1], self.G.shape[2], self.A.shape[2]
+
+    @property
+    def samples(self) -> int:
+        return self.G.shape[0]
+
+    @property
+    def rank(self) -> int:
+        """r, the number of columns of each factor (κ before any reduction)."""
+        return self.G.shape[3]
+
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        h, n_G, n_A = self.shape
+        group = n_G * n_A
+        if self.samples * group <= CHUNK:  # several groups at once
+            step = max(1, CHUNK // max(1, self.samples * group))
+            for i in range(0, h, step):
+                X = self.G[:, i : i + step] @ self.A[:, i : i + step].mT
+                yield slice(i * group, min(i + step, h) * group), X.flatten(1)
+            return
+        step = max(1, CHUNK // (self.samples * n_A))
+        for i in range(h):
+            for j in range(0, n_G, step):
+                X = self.G[:, i, j : j + step] @ self.A[:, i].mT
+                yield slice(i * group + j * n_A, i * group + min(j + step, n_G) * n_A), X.flatten(1)
+
+    def rmv(self, z: Tensor) -> Tensor:
+        """Σ_j g_ijᵀ mat(z) a_ij (eq. 18)."""
+        return ((z.view(self.shape).mT @ self.G) * self.A).sum((1, 2, 3))
+
+    def mv(self, c: Tensor) -> Tensor:
+        """Σ_i c_i vec(G_i A_iᵀ), one product of size n_G × ϱr × n_A (eq. 22)."""
+        G = (self.G * c[:, None, None, None]).permute(1, 2, 0, 3).flatten(2)  # (h, n_G, ϱr)
+        A = self.A.permute(1, 2, 0, 3).flatten(2)  # (h, n_A, ϱr)
+        return (G @ A.mT).flatten()
+
+    def gram(self) -> Tensor:
+        """UᵀU by the cheaper of the two contractions."""
+        h, n_G, n_A = self.shape
+        by_factors = self.samples * self.rank**2 * (n_G + n_A)
+        by_columns = (self.samples + self.rank) * n_G * n_A
+        return self.gram_by_factors() if by_factors <= by_columns else super().gram()
+
+    def gram_by_factors(self) -> Tensor:
+        """elesum((A_iᵀA_j) ⊙ (G_iᵀG_j)) for every pair (eqs. 20 and 21)."""
+        G = self.G.permute(1, 2, 0, 3).flatten(2)  # (h, n_G, ϱr)
+        A = self.A.permute(1, 2, 0, 3).flatten(2)  # (h, n_A, ϱr)
+        h, r = G.shape[0], self.rank
+        step = max(1, CHUNK // max(1, h * r * r * self.samples))
+        out = self._zeros(self.samples, self.samples)
+        for i in range(0, self.samples, step):
+            part = slice(i * r, (i + step) * r)
+            pairs = (A[..., part].mT @ A) * (G[..., part].mT @ G)  # (h, step·r, ϱr)
+            out[i : i + step] = pairs.unflatten(2, (-1, r)).sum((0, 3)).unflatten(0, (-1, r)).sum(1)
+        return out
+
+    def scaled(self, scale: float | Tensor) -> Self:
+        return replace(self, G=self.G * scale)
+
+    def first(self, samples: int) -> Self:
+        return replace(self, G=self.G[:samples], A=self.A[:samples])
+
+
+class Independent(Implicit):
+    """The implicit form with the paper's cheap Uc, which takes G_i and A_i as independent (eq. 23)."""
+
+    def mv(self, c: Tensor) -> Tensor:
+        """C_U(c) = (Σ_i √|c_i| G_i)(Σ_i c_i A_i / Σ_j √|c_j|)ᵀ, and 0 where every c_i is 0."""
+        root = c.abs().sqrt()
+        total = root.sum()
+        weight = c / torch.where(total > 0, total, 1)
+        G = torch.tensordot(root, self.G, 1)  # (h, n_G, r)
+        A = torch.tensordot(weight, self.A, 1)  # (h, n_A, r)
+        return (G @ A.mT).flatten()
+
+
+@dataclass(frozen=True)
+class Lookup(Operator):
+    """Embeddings: u_i = Σ_t e_{token(i,t)} g_{it}ᵀ, so that only the rows that were looked up are kept."""
+
+    tokens: Tensor  # (ϱ, κ)
+    G: Tensor  # (ϱ, κ, n_A)
+    vocabulary: int  # n_G
+
+    @property
+    def shape(self) -> Shape:
+        return 1, self.vocabulary, self.G.shape[2]
+
+    @property
+    def samples(self) -> int:
+        return self.G.shape[0]
+
+    def _slabs(self, tokens: Tensor, vocabulary: int) -> Iterator[tuple[slice, Tensor]]:
+        width = self.G.shape[2]
+        step = max(1, CHUNK // max(1, self.samples * width))
+        sample = torch.arange(self.samples, device=tokens.device)[:, None].expand_as(tokens)
+        for i in range(0, vocabulary, step):
+            stop = min(i + step, vocabulary)
+            inside = (tokens >= i) & (tokens < stop)
+            X = self._zeros(self.samples, stop - i, width)
+            X.index_put_((sample[inside], tokens[inside] - i), self.G[inside], accumulate=True)
+            yield slice(i * width, stop * width), X.flatten(1)
+
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        return self._slabs(self.tokens, self.vocabulary)
+
+    def gram(self) -> Tensor:
+        """UᵀU over the rows that occur; the others are zero."""
+        used, tokens = torch.unique(self.tokens, return_inverse=True)
+        slabs = self._slabs(tokens, used.numel())
+        return sum((X @ X.T for _, X in slabs), start=self._zeros(self.samples, self.samples))
+
+    def rmv(self, z: Tensor) -> Tensor:
+        return (z.view(self.shape)[0][self.tokens] * self.G).sum((1, 2))
+
+    def mv(self, c: Tensor) -> Tensor:
+        out = self._zeros(self.vocabulary, self.G.shape[2])
+        return out.index_add_(0, self.tokens.flatten(), (self.G * c[:, None, None]).flatten(0, 1)).flatten()
+
+    def scaled(self, scale: float | Tensor) -> Self:
+        return replace(self, G=self.G * scale)
+
+    def first(self, samples: int) -> Self:
+        return replace(self, tokens=self.tokens[:samples], G=self.G[:samples])
+
+    def implicit(self) -> Implicit:
+        """The same U with the rows as one-hot columns, for weights that an embedding shares with a linear layer."""
+        one_hot = self._zeros(*self.tokens.shape, self.vocabulary).scatter_(2, self.tokens[..., None], 1)
+        return Implicit(one_hot.mT[:, None], self.G.mT[:, None])
+
+
+@dataclass(frozen=True)
+class Merged(Operator):
+    """U ≈ Q diag(σ) with orthonormal Q: M = Q diag(σ²) Qᵀ (DESIGN: the merged form, ours)."""
+
+    Q: Tensor  # (n, k)
+    eigenvalues: Tensor  # (k,) σ², descending; 0 where a column of Q is empty
+    layout: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return self.layout
+
+    @property
+    def samples(self) -> int:
+        return self.Q.shape[1]
+
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(0, self.n), (self.Q * self.eigenvalues.sqrt()).T
+
+    def gram(self) -> Tensor:
+        return self.eigenvalues.diag()
+
+    def rmv(self, z: Tensor) -> Tensor:
+        return self.eigenvalues.sqrt() * (self.Q.T @ z)
+
+    def mv(self, c: Tensor) -> Tensor:
+        return self.Q @ (self.eigenvalues.sqrt() * c)
+
+    def scaled(self, scale: float | Tensor) -> Self:
+        return replace(self, eigenvalues=self.eigenvalues * scale**2)
+
+    def first(self, samples: int) -> Self:
+        return replace(self, Q=self.Q[:, :samples], eigenvalues=self.eigenvalues[:samples])
+
+
+def added(U: Operator, V: Operator) -> Operator:
+    """U + V, column by column: one layer used twice in a backward, or two that share a weight."""
+    if isinstance(U, Lookup) and isinstance(V, Lookup):
+        return Lookup(torch.cat([U.tokens, V.tokens], 1), torch.cat([U.G, V.G], 1), U.vocabulary)
+    if isinstance(U, Explicit) or isinstance(V, Explicit):
+        return Explicit(U.explicit().U + V.explicit().U, U.shape)
+    P, R = (W.implicit() if isinstance(W, Lookup) else W for W in (U, V))
+    assert isinstance(P, Implicit) and isinstance(R, Implicit)
+    return Implicit(torch.cat([P.G, R.G], 3), torch.cat([P.A, R.A], 3))
+
+
+def stacked(parts: Sequence[Operator]) -> Operator:
+    """[U_1, U_2, …], sample after sample: micro-batches of one step."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(U, Implicit) for U in parts):
+        return Implicit(*(_padded_cat([getattr(U, name) for U in parts], dim=3) for name in ("G", "A")))
+    if all(isinstance(U, Lookup) for U in parts):
+        tokens, G = (_padded_cat([getattr(U, name) for U in parts], dim=1) for name in ("tokens", "G"))
+        return Lookup(tokens, G, parts[0].shape[1])
+    return Explicit(torch.cat([U.explicit().U for U in parts], 1), parts[0].shape)
+
+
+def _padded_cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate along dimension 0; where the number of positions differs, empty ones are added."""
+    width = max(t.shape[dim] for t in parts)
+    padded = [
+        t
+        if t.shape[dim] == width
+        else torch.cat([t, t.new_zeros(*t.shape[:dim], width - t.shape[dim], *t.shape[dim + 1 :])], dim)
+        for t in parts
+    ]
+    return torch.cat(padded)

@@ -1,0 +1,284 @@
+"""What a user touches: `SENG`, a torch optimizer, and `attach`, the same preconditioning for any other optimizer. Algorithm 2.
+
+One step: d = λ(M + λI)⁻¹g per layer; d += weight_decay·θ; momentum and update as torch's SGD has them. So λ → ∞ is exactly SGD.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.sgd import sgd
+
+from seng.curvature import Curvature, Units
+from seng.distributed import check_strategy
+from seng.preconditioner import Preconditioner, check_options
+
+DAMPING = 0.01
+REFRESH_EVERY = 20
+
+
+class SENG(Optimizer):
+    """Sketchy empirical natural gradient descent.
+
+    `params` is a module, parameters or param groups; with the latter two, `module` says where the layers are. An SGD recipe's
+    lr and weight_decay are the place to start. `lr`, `momentum`, `nesterov`, `weight_decay`, `damping` and `maximize` live in
+    the param groups; a layer takes the damping of its weight's group. Defaults: damping 0.01 (of each layer's largest
+    eigenvalue) and a refresh every 20 steps did best of what was tried; see docs/tuning.md.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | ParamsT,
+        lr: float | Tensor = 0.1,
+        *,
+        module: nn.Module | None = None,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        damping: float = DAMPING,
+        refresh_every: int = REFRESH_EVERY,
+        curvature: Curvature | None = None,
+        units: Units = "sgd",
+        strategy: str | None = None,
+        strict: bool = False,
+        maximize: bool = False,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            if module is not None and module is not params:
+                raise ValueError("the first argument is a module and module=… is another: give one of them")
+            module, params = params, list(params.parameters())
+        curvature = curvature or Curvature()
+        check_options(curvature, refresh_every, units)
+        check_strategy(strategy)
+        self.preconditioner: Preconditioner | None = None
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "damping": damping,
+            "maximize": maximize,
+        }
+        self._units = units
+        super().__init__(params, defaults)
+        self._options = {"curvature": curvature, "refresh_every": refresh_every, "units": units, "strict": strict}
+        self._module = module
+        if module is not None:
+            self.preconditioner = self._precondition(module)
+        elif strict:
+            raise ValueError("strict=True: no module was given, so every parameter would take the plain gradient")
+        else:
+            warnings.warn(
+                "seng: no module was given, so every parameter takes the plain gradient and this is SGD; "
+                "write SENG(model, …), or module=model beside your parameters",
+                stacklevel=3,
+            )
+
+    def _precondition(self, module: nn.Module) -> Preconditioner:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return Preconditioner(module, params, **self._options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; layers of the module that were not trained before are covered from the next refresh on."""
+        group = {**self.defaults, **param_group}
+        for name in ("lr", "momentum", "weight_decay"):
+            if not float(group[name]) >= 0:
+                raise ValueError(f"{name} must be at least 0, not {group[name]!r}")
+        if not float(group["damping"]) > 0:
+            raise ValueError(f"damping is λ, a number above 0, not {group['damping']!r}")
+        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if group["nesterov"] and group["momentum"] <= 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        super().add_param_group(param_group)
+        if self.preconditioner is not None and self._module is not None:
+            before = self.preconditioner
+            state = before.state()
+            before.capture.remove()
+            self.preconditioner = self._precondition(self._module)
+            self.preconditioner.load_state(state)
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One optimizer step; with a closure, its backward is the one that counts."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(p.grad.is_sparse for p in trained):
+            raise RuntimeError("SENG does not support sparse gradients; use sparse=False in the embedding")
+        damping = {p: float(group["damping"]) for group in self.param_groups for p in group["params"]}
+        directions: dict[nn.Parameter, Tensor] = {p: p.grad for p in trained}
+        if self.preconditioner is not None:
+            directions = self.preconditioner.directions(directions, damping.__getitem__)
+        elif self._units == "paper":
+            directions = {p: g / damping[p] for p, g in directions.items()}
+        for group in self.param_groups:
+            self._update(group, [p for p in group["params"] if p in directions], directions)
+        return loss
+
+    def _update(self, group: dict[str, Any], params: list[nn.Parameter], directions: dict[nn.Parameter, Tensor]) -> None:
+        buffers = [self.state[p].get("momentum_buffer") for p in params] if group["momentum"] else [None] * len(params)
+        sgd(
+            list(params),
+            [directions[p] for p in params],
+            buffers,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        if group["momentum"]:
+            for p, buffer in zip(params, buffers, strict=True):
+                self.state[p]["momentum_buffer"] = buffer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; what was captured along with the gradients goes with them."""
+        super().zero_grad(set_to_none)
+        if self.preconditioner is not None:
+            self.preconditioner.drop()
+
+    @property
+    def refresh_due(self) -> bool:
+        """Whether the coming step refreshes the curvature."""
+        return self.preconditioner is not None and self.preconditioner.refresh_due
+
+    def curvature_batch(self) -> AbstractContextManager[None]:
+        """Feed the curvature from a batch of its own (the paper's S̃_k), which its convergence proof needs:
+
+        with opt.curvature_batch():
+            loss(model(x_other), y_other).backward()     # no gradient is left behind; the next step refreshes
+        """
+        return self._covered().curvature_batch()
+
+    def diagnostics(self) -> dict[str, dict[str, Any]]:
+        """Per layer, from the last refresh."""
+        return self._covered().diagnostics()
+
+    def _covered(self) -> Preconditioner:
+        if self.preconditioner is None:
+            raise RuntimeError("this SENG was built without a module, so it has no curvature: write SENG(model, …)")
+        return self.preconditioner
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with each block's curvature, the step count and the sketches' seed beside the weight's momentum."""
+        out = super().state_dict()
+        if self.preconditioner is not None:
+            index = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+            out["state"] = {key: dict(value) for key, value in out["state"].items()}
+            for p, entry in self.preconditioner.state().items():
+                out["state"].setdefault(index[p], {}).update(entry)
+        return out
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; a checkpoint of SGD loads too, and its curvature is then built at the next step."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        curvature: dict[nn.Parameter, dict[str, Tensor]] = {}
+        rest: dict[Any, Any] = {}
+        param_of = dict(zip(keys, params, strict=False))
+        for key, entry in state_dict["state"].items():
+            rest[key] = {k: v for k, v in entry.items() if not k.startswith("seng.")}
+            if key in param_of:
+                curvature[param_of[key]] = {k: v for k, v in entry.items() if k.startswith("seng.")}
+        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "state": rest, "param_groups": groups})
+        if self.preconditioner is not None:
+            self.preconditioner.load_state(curvature)
+
+
+class Attachment:
+    """The handle that `attach` returns."""
+
+    def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner, damping: float) -> None:
+        self.preconditioner = preconditioner
+        self.damping = damping  # may be changed at any time; acts at the next step
+        self._optimizer = optimizer
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            self._apply()
+            return None
+
+        def preconditioned() -> Any:
+            loss = closure()
+            self._apply()
+            return loss
+
+        return ((preconditioned, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": preconditioned})
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        params: Iterable[nn.Parameter] = (p for group in self._optimizer.param_groups for p in group["params"])
+        grads = {p: p.grad for p in params if p.grad is not None}
+        for p, d in self.preconditioner.directions(grads, lambda _: float(self.damping)).items():
+            if d is not p.grad:
+                grads[p].copy_(d)
+
+    def remove(self) -> None:
+        """Leave the optimizer and the module as they were."""
+        self._hook.remove()
+        self.preconditioner.capture.remove()
+
+    def curvature_batch(self) -> AbstractContextManager[None]:
+        """As `SENG.curvature_batch`."""
+        return self.preconditioner.curvature_batch()
+
+    def diagnostics(self) -> dict[str, dict[str, Any]]:
+        """Per layer, from the last refresh."""
+        return self.preconditioner.diagnostics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Damping and curvature; the optimizer's own state is saved through the optimizer."""
+        sites, state = self.preconditioner.sites, self.preconditioner.state()
+        return {"damping": self.damping, "layers": {site.name: state[site.lead] for site in sites}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.damping = state_dict["damping"]
+        sites = self.preconditioner.sites
+        self.preconditioner.load_state({s.lead: state_dict["layers"][s.name] for s in sites if s.name in state_dict["layers"]})
+
+
+def attach(
+    optimizer: Optimizer,
+    module: nn.Module,
+    *,
+    damping: float = DAMPING,
+    refresh_every: int = REFRESH_EVERY,
+    curvature: Curvature | None = None,
+    units: Units = "sgd",
+    strategy: str | None = None,
+    strict: bool = False,
+) -> Attachment:
+    """Precondition the gradients of any torch optimizer, in place, just before each of its steps."""
+    if isinstance(optimizer, SENG):
+        raise TypeError("SENG preconditions its own gradients: attach is for other optimizers")
+    if not damping > 0:
+        raise ValueError(f"damping is λ, a number above 0, not {damping!r}")
+    check_strategy(strategy)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    engine = Preconditioner(
+        module,
+        params,
+        curvature=curvature or Curvature(),
+        refresh_every=refresh_every,
+        units=units,
+        strict=strict,
+    )
+    return Attachment(optimizer, engine, damping)

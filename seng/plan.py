@@ -1,0 +1,281 @@
+"""Which form for which layer, from its shape, the number of samples and the memory budget, with the reason in words; `explain`.
+
+The paper stores U explicitly for small layers and G_i, A_i for large ones (its Table 1 and threshold 𝒯). Both fix the rule that
+`paper_form` states; the merged form, where it may be used, needs fewer numbers than either.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from seng.curvature import Curvature
+from seng.operators import Shape
+from seng.sites import Member, Site, survey
+
+THRESHOLD = 10**6  # 𝒯: Table 1 keeps cases I to III (n ≤ 524,288) explicit and IV to VI (n ≥ 1,048,576) implicit
+
+Kept = Literal["explicit", "implicit", "lookup", "merged", "plain"]
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What the plan knows of a layer."""
+
+    name: str
+    shape: Shape  # (h, n_G, n_A)
+    kappa: int
+    samples: int  # ϱ
+    own: Literal["explicit", "lookup"] | None  # the form of a layer without factors
+    itemsize: int = 4
+
+    @property
+    def n(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def sides(self) -> int:
+        """h·(n_G + n_A): the numbers of one column of the factors."""
+        return self.shape[0] * (self.shape[1] + self.shape[2])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The form of one layer, and why."""
+
+    dims: Dims
+    form: Kept
+    rank: int
+    why: str
+
+    @property
+    def bytes(self) -> int:
+        """Memory of U between refreshes."""
+        d = self.dims
+        numbers = {
+            "explicit": d.n * d.samples,
+            "implicit": d.sides * min(self.rank, d.kappa) * d.samples,
+            "lookup": d.samples * d.kappa * (d.shape[2] + 8 // d.itemsize),
+            "merged": d.n * self.rank,
+            "plain": 0,
+        }
+        return numbers[self.form] * d.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Operations of one solve: Uᵀg and Ub."""
+        d = self.dims
+        columns = {
+            "explicit": d.samples,
+            "implicit": d.samples * min(self.rank, d.kappa),
+            "lookup": 0,
+            "merged": self.rank,
+            "plain": 0,
+        }
+        return 4 * d.n * columns[self.form] + (4 * d.samples * d.kappa * d.shape[2] if self.form == "lookup" else 0)
+
+
+def paper_form(d: Dims) -> tuple[Kept, str]:
+    """Algorithm 1's rule: implicit where the layer is large and its factors are smaller than its gradient."""
+    if d.n < THRESHOLD:
+        return "explicit", f"n < 𝒯 = {THRESHOLD:,}"
+    if d.n <= d.sides * d.kappa:
+        return "explicit", "n ≤ (n_G + n_A)κ: the factors would be larger than the gradient"
+    return "implicit", f"n ≥ 𝒯 and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
+
+
+def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None) -> list[Plan]:
+    """One form per layer; the rank is halved, and then the largest layers are left out, until the budget holds."""
+    rank = curvature.rank
+    plans = [_first_choice(d, curvature, rank) for d in dims]
+    if budget is None:
+        return plans
+    needed = sum(p.bytes for p in plans)
+    if needed > budget and curvature.form == "explicit":
+        raise ValueError(
+            f"form='explicit' needs {_size(needed)} where memory={curvature.memory!r} allows {_size(budget)}: "
+            "use form='auto', fewer samples or more memory"
+        )
+    while sum(p.bytes for p in plans) > budget and rank > 1:
+        rank //= 2
+        plans = [_first_choice(d, curvature, rank) for d in dims]
+    if rank < curvature.rank:
+        plans = [replace(p, why=f"{p.why}; rank {rank} to fit memory") if p.rank == rank else p for p in plans]
+    while sum(p.bytes for p in plans) > budget:
+        largest = max(range(len(plans)), key=lambda i: plans[i].bytes)
+        plans[largest] = replace(plans[largest], form="plain", why=f"does not fit into {_size(budget)} of memory")
+    return plans
+
+
+def _first_choice(d: Dims, curvature: Curvature, rank: int) -> Plan:
+    if d.own is not None:
+        return _own_form(d, curvature, rank)
+    width = min(rank, d.n) if curvature.decay else min(rank, d.n, d.samples)  # of a merged basis
+    if curvature.form != "auto":
+        return Plan(d, curvature.form, width if curvature.form == "merged" else rank, "asked for")
+    if curvature.decay:
+        return Plan(d, "merged", width, f"curvature is accumulated (decay={curvature.decay})")
+    form, why = paper_form(d)
+    if curvature.combine == "independent":
+        return Plan(d, form, rank, why)
+    if rank < d.samples:
+        return Plan(d, "merged", width, f"k = {width} directions instead of ϱ = {d.samples} samples")
+    return Plan(d, form, rank, f"ϱ = {d.samples} ≤ rank: nothing to merge; {why}")
+
+
+def _own_form(d: Dims, curvature: Curvature, rank: int) -> Plan:
+    """Norms and embeddings have no factors; they stay exact, and are merged only to be accumulated."""
+    assert d.own is not None
+    kept = {"explicit": "no factors: its columns as they are", "lookup": "embedding: the rows that were looked up"}[d.own]
+    if not curvature.decay:
+        return Plan(d, d.own, d.samples, kept)
+    width = min(max(rank, d.samples), d.n)
+    if d.own == "explicit" or d.n * width <= THRESHOLD:
+        return Plan(d, "merged", width, f"no factors; curvature is accumulated (decay={curvature.decay})")
+    return Plan(d, d.own, d.samples, f"{kept}, replaced at each refresh since a basis would be too large")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: one plan per covered layer, and every other parameter with its reason."""
+
+    plans: tuple[Plan, ...]
+    uncovered: Mapping[str, str]
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.bytes for p in self.plans)
+
+    def __str__(self) -> str:
+        head = ("layer", "n", "n_G", "n_A", "κ", "ϱ", "form", "bytes", "flop/step", "why")
+        rows = [head]
+        for p in self.plans:
+            h, n_G, n_A = p.dims.shape
+            sizes = (p.dims.n, h * n_G, n_A, p.dims.kappa, p.dims.samples)
+            rows.append((p.dims.name, *(f"{v:,}" for v in sizes), p.form, _size(p.bytes), f"{p.flops:.1e}", p.why))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        left = (0, 6, 9)
+        lines = [
+            "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            for row in rows
+        ]
+        lines.append(f"{len(self.plans)} layers covered, {_size(self.bytes)} of curvature")
+        lines += [f"plain gradient: {name}: {why}" for name, why in self.uncovered.items()]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def explain(module: nn.Module, batch: Any, curvature: Curvature | None = None) -> Explanation:
+    """Run one forward pass and tell, per layer, its shapes, the form chosen, its bytes and cost, and why.
+
+    `batch` is what the module takes: a tensor, a tuple of arguments or a dict of keywords; of an (inputs, targets) pair the
+    first is taken when the module has one argument. Nothing about the module changes, running statistics included.
+    """
+    curvature = curvature or Curvature()
+    sites, uncovered = survey(module, module.parameters())
+    calls = _shapes(module, batch, [member for site in sites for member in site.members])
+    counts = [a.shape[0] for seen in calls.values() for a, _ in seen]
+    B = max(set(counts), key=counts.count, default=0)
+    rho = B if curvature.samples is None else min(B, curvature.samples)
+    dims: list[Dims] = []
+    for site in sites:
+        seen = [call for member in site.members for call in calls.get(member.module, ())]
+        other = next((a.shape[0] for a, _ in seen if a.shape[0] != B), None)
+        if not seen:
+            uncovered[site.name] = "not used in this forward pass"
+        elif other is not None:
+            uncovered[site.name] = differs(other, B)
+        else:
+            dims.append(site_dims(site, max(1, sum(_positions(site, *call) for call in seen)), rho))
+    return Explanation(tuple(plan(dims, curvature, budget(curvature, module))), uncovered)
+
+
+def differs(count: int, samples: int) -> str:
+    """Why a layer's dimension 0 is not taken as the sample."""
+    return (
+        f"dimension 0 of its input is {count} where the other layers have {samples} samples "
+        "(seng.layers.arrange can say how the sample comes first)"
+    )
+
+
+def site_dims(site: Site, kappa: int, samples: int) -> Dims:
+    """What the plan needs to know of a site."""
+    segments = site.active() or site.segments
+    own = None if site.factored else ("explicit" if site.shape(segments)[1] == 1 else "lookup")
+    itemsize = 8 if site.lead.dtype == torch.float64 else 4
+    return Dims(site.name, site.shape(segments), kappa, samples, own, itemsize)  # type: ignore[arg-type]
+
+
+def budget(curvature: Curvature, module: nn.Module) -> int | None:
+    """The memory limit in bytes; a fraction is of what is free now on the device of the parameters."""
+    if curvature.memory is None or isinstance(curvature.memory, int):
+        return curvature.memory
+    device = next(module.parameters()).device
+    if device.type == "cuda":
+        return int(curvature.memory * torch.cuda.mem_get_info(device)[0])
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, AttributeError):
+        raise ValueError("the free memory cannot be read on this system: give Curvature(memory=…) in bytes") from None
+    return int(curvature.memory * free)
+
+
+def _positions(site: Site, a: Tensor, out: Tensor) -> int:
+    """κ of one call: output numbers per sample and output feature; tokens per sample of an embedding."""
+    if not site.factored:
+        return 1 if a.is_floating_point() else a.shape[1:].numel()
+    h, n_G, _ = site.segments[0].shape
+    return out.numel() // max(1, a.shape[0] * h * n_G)
+
+
+def _shapes(module: nn.Module, batch: Any, members: Sequence[Member]) -> dict[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """Input and output, sample first, of every call of a layer in one forward pass; in eval mode, so nothing is updated."""
+    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def note(member: Member, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        call = member.sample_first(a.to("meta"), out.to("meta"))
+        calls.setdefault(member.module, []).append(call)
+
+    handles = [
+        m.module.register_forward_hook(lambda _, args, kwargs, out, m=m: note(m, args, kwargs, out), with_kwargs=True)
+        for m in members
+    ]
+    modes = {layer: layer.training for layer in module.modules()}
+    try:
+        module.eval()
+        with torch.no_grad():
+            _call(module, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, training in modes.items():
+            layer.training = training
+    return calls
+
+
+def _call(module: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        module(**batch)
+    elif isinstance(batch, Sequence):
+        try:
+            inspect.signature(module.forward).bind(*batch)
+        except TypeError:
+            batch = batch[:1]
+        module(*batch)
+    else:
+        module(batch)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -1,0 +1,254 @@
+"""Gradients in, directions out: the engine that `SENG` and `attach` share. Algorithm 1 of the paper.
+
+On a refresh step U is built from what the backwards captured, sketched and factorized; on every step each block is solved with the
+gradient. Ω is drawn on refresh and kept, where Algorithm 1 draws a new one at every step: its factorization can then be kept too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seng.block import Block, build
+from seng.capture import Capture
+from seng.curvature import Curvature, Units
+from seng.numerics import reduced
+from seng.operators import Implicit, Operator
+from seng.plan import Plan, budget, plan, site_dims
+from seng.samples import Samples
+from seng.sites import Segment, Site, survey
+from seng.state import pack, unpack
+
+
+class Preconditioner:
+    """The blocks of a module, refreshed every `refresh_every` steps and solved with at each."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Iterable[nn.Parameter],
+        *,
+        curvature: Curvature,
+        refresh_every: int,
+        units: Units,
+        strict: bool,
+    ) -> None:
+        check_options(curvature, refresh_every, units)
+        params = list(params)
+        inside = set(module.parameters())
+        foreign = [tuple(p.shape) for p in params if p not in inside]
+        if foreign:
+            raise ValueError(
+                f"{len(foreign)} of {len(params)} parameters are not the module's (the first has shape {foreign[0]}): "
+                "pass the module that holds them as module=…"
+            )
+        self.curvature, self.refresh_every, self.units, self.strict = curvature, refresh_every, units, strict
+        self.sites, self.uncovered = survey(module, params)
+        if not self.sites:
+            raise ValueError(f"no layer of {type(module).__name__} is covered, so SENG would be SGD: {_listed(self.uncovered)}")
+        if self.uncovered:
+            self._refuse(f"these parameters take the plain gradient: {_listed(self.uncovered)}")
+        self.params = list(module.parameters())
+        self.budget = budget(curvature, module)
+        self.seed = torch.initial_seed() % 2**63  # read, not drawn: the global stream stays as it is
+        self.steps = 0
+        self.own_batch = False  # whether this step's curvature comes from a batch of its own
+        self.blocks: dict[int, Block] = {}
+        self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
+        self.plans: dict[int, Plan] = {}
+        self.failures: dict[int, int] = {}  # refreshes that had to be dropped, by site
+        self.warned: set[str] = set()
+        self.samples = Samples(self.sites, curvature.samples, self._keep)
+        self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
+        self._rearm()
+
+    @property
+    def refresh_due(self) -> bool:
+        """Whether the coming step refreshes the curvature."""
+        return self.own_batch or self.steps % self.refresh_every == 0
+
+    def _rearm(self) -> None:
+        self.samples.clear()
+        self.own_batch = False
+        self.capture.armed = self.refresh_due
+
+    def drop(self) -> None:
+        """Forget what was captured: the gradients it belongs to are gone."""
+        if not self.own_batch:
+            self.samples.clear()
+
+    @contextmanager
+    def curvature_batch(self) -> Iterator[None]:
+        """Backwards in here feed only the curvature (the paper's S̃_k); gradients stay as they were. The next step refreshes."""
+        kept = [p.grad for p in self.params]
+        for p in self.params:
+            p.grad = None
+        self.samples.clear()
+        self.own_batch = self.capture.armed = True
+        try:
+            yield
+        finally:
+            self.capture.armed = False
+            for p, grad in zip(self.params, kept, strict=True):
+                p.grad = grad
+
+    def directions(self, grads: Mapping[nn.Parameter, Tensor], damping: Callable[[nn.Parameter], float]) -> dict[nn.Parameter, Tensor]:
+        """The direction for every gradient: λ(M + λI)⁻¹g, or (M + λI)⁻¹g in the paper's units."""
+        if self.refresh_due:
+            self._refresh(grads)
+        out = dict(grads)
+        for index, block in self.blocks.items():
+            site, active = self.sites[index], self.covered[index]
+            if not any(s.param in grads for s in active):
+                continue
+            lam = _one_damping(site, damping)
+            d = block.solve(site.gather(active, grads, block.gram.dtype), lam)
+            out |= {p: part.to(p.dtype) for p, part in site.scatter(active, d).items() if p in grads}
+        if self.units == "paper":
+            out = {p: d / damping(p) for p, d in out.items()}
+        self.steps += 1
+        self._rearm()
+        return out
+
+    def _refresh(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        found: dict[int, Operator] = {}
+        for index, site in enumerate(self.sites):
+            reason = self.samples.mismatch(index)
+            if reason is not None:
+                self._refuse(f"layer '{site.name}' takes the plain gradient: {reason}")
+                self.blocks.pop(index, None)
+                continue
+            U = self.samples.U(index, _dtype(site.lead))
+            if U is not None:
+                found[index] = U
+            elif any(s.param in grads and grads[s.param].any() for s in site.active()):
+                raise RuntimeError(
+                    f"layer '{site.name}' has a gradient but was not captured on this refresh step. Its forward must run "
+                    "after the optimizer is built (and before torch.compile traces it), through the module itself; if its "
+                    "weight is used in another way, leave it out with seng.layers.arrange(layer, None)"
+                )
+        rho = min(self.samples.total, self.curvature.samples or self.samples.total)
+        dims = [site_dims(self.sites[i], self.samples.kappa(i), rho) for i in found]
+        for index, chosen in zip(found, plan(dims, self.curvature, self.budget), strict=True):
+            self.plans[index] = chosen
+            if chosen.form == "plain":
+                self.blocks.pop(index, None)
+                continue
+            sketch = self.curvature.sketch
+            if sketch is not None and chosen.dims.own is None and sketch.exceeds(chosen.dims.shape):
+                self._say_once("sketch", f"{sketch} is larger than layer '{chosen.dims.name}', which is then taken exactly")
+            block = build(found[index], chosen, self.curvature, self._generator(index), self.blocks.get(index))
+            if block is not None:
+                self.blocks[index], self.covered[index] = block, self.samples.active[index]
+            elif found[index].samples:  # the last good curvature stays; without one the layer takes the plain gradient
+                self.failures[index] = self.failures.get(index, 0) + 1
+                name = self.sites[index].name
+                self._say_once(name, f"layer '{name}': a refresh was dropped, its captures are not finite (see diagnostics())")
+
+    def _keep(self, site: Site, U: Operator) -> Operator:
+        """What waits until step(): the smaller of columns and factors, or reduced factors where they are asked for."""
+        if not isinstance(U, Implicit):
+            return U
+        if self.curvature.form == "implicit" or self.curvature.combine == "independent":
+            if self.curvature.rank >= U.rank:
+                return U
+            dtype = torch.promote_types(U.G.dtype, torch.float32)
+            return reduced(U.to(dtype), self.curvature.rank, self._generator(self.sites.index(site)))
+        h, n_G, n_A = U.shape
+        return U.explicit() if n_G * n_A <= (n_G + n_A) * U.rank else U
+
+    def _generator(self, index: int) -> torch.Generator:
+        """Ω's own stream: a function of the seed, the step and the site, so that step and seed are all there is to save."""
+        generator = torch.Generator(self.sites[index].lead.device)
+        return generator.manual_seed(hash((self.seed, self.steps, index)) % 2**63)
+
+    def _refuse(self, message: str) -> None:
+        if self.strict:
+            raise ValueError(f"strict=True: {message}")
+        self._say_once(message, message)
+
+    def _say_once(self, key: str, message: str) -> None:
+        if key not in self.warned:
+            self.warned.add(key)
+            warnings.warn(f"seng: {message}", stacklevel=4)
+
+    def diagnostics(self) -> dict[str, dict[str, Any]]:
+        """Per layer, from the last refresh: form, bytes, eigenvalues and how often the plain gradient had to step in."""
+        out: dict[str, dict[str, Any]] = {}
+        for index, site in enumerate(self.sites):
+            block = self.blocks.get(index)
+            entry: dict[str, Any] = {"form": "plain", "refreshes_dropped": self.failures.get(index, 0)}
+            if block is not None:
+                values = torch.linalg.eigvalsh(block.gram).clamp_min(0)
+                entry |= {
+                    "form": type(block.U).__name__.lower(),
+                    "columns": block.U.samples,
+                    "bytes": block.U.bytes,
+                    "top_eigenvalue": float(block.top),
+                    "effective_rank": float(values.sum() / values.max()) if float(values.max()) > 0 else 0.0,
+                    "solves_failed": int(block.failures),
+                }
+            if index in self.plans:
+                entry["why"] = self.plans[index].why
+            out[site.name] = entry
+        return out
+
+    def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """Everything to continue from, keyed by the lead parameter of each site, as plain tensors."""
+        out: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for index, site in enumerate(self.sites):
+            entry = {"seng.step": torch.tensor(self.steps), "seng.seed": torch.tensor(self.seed)}
+            if index in self.blocks:
+                entry["seng.active"] = torch.tensor([s in self.covered[index] for s in site.segments])
+                entry |= pack("seng.block", self.blocks[index])
+            out[site.lead] = entry
+        return out
+
+    def load_state(self, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
+        """Continue from `state()`; a site without an entry starts afresh at the next refresh."""
+        self.blocks.clear()
+        for index, site in enumerate(self.sites):
+            entry = state.get(site.lead, {})
+            if "seng.step" in entry:
+                self.steps, self.seed = int(entry["seng.step"]), int(entry["seng.seed"])
+            if "seng.active" in entry:
+                on = entry["seng.active"].tolist()
+                self.covered[index] = tuple(s for s, used in zip(site.segments, on, strict=True) if used)
+                self.blocks[index] = unpack("seng.block", entry, Block, site.lead.device, _dtype(site.lead))
+        self._rearm()
+
+
+def check_options(curvature: Curvature, refresh_every: int, units: str) -> None:
+    """The options that `SENG` and `attach` share."""
+    if not isinstance(curvature, Curvature):
+        raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
+    if not isinstance(refresh_every, int) or refresh_every < 1:
+        raise ValueError(f"refresh_every is a number of steps, at least 1, not {refresh_every!r}")
+    if units not in ("sgd", "paper"):
+        raise ValueError(f"unknown units {units!r}; use 'sgd' (λ → ∞ is SGD) or 'paper' (the paper's formula)")
+    if units == "paper" and curvature.relative_damping:
+        raise ValueError(
+            "units='paper' divides by one λ for all layers, so the damping cannot be relative: "
+            "use Curvature(relative_damping=False) or units='sgd'"
+        )
+
+
+def _one_damping(site: Site, damping: Callable[[nn.Parameter], float]) -> float:
+    values = {damping(s.param) for s in site.segments}
+    if len(values) > 1:
+        raise ValueError(f"layer '{site.name}' is one block but its parameters have the dampings {sorted(values)}: give them one")
+    return values.pop()
+
+
+def _dtype(p: Tensor) -> torch.dtype:
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
+
+
+def _listed(reasons: Mapping[str, str], most: int = 5) -> str:
+    lines = [f"{name} ({why})" for name, why in list(reasons.items())[:most]]
+    return "; ".join(lines) + (f"; and {len(reasons) - most} more, see seng.explain" if len(reasons) > most else "")

@@ -1,0 +1,136 @@
+"""What waits until step(): the per-sample gradients that the backwards since the last step have captured, site by site.
+
+Within one backward, captures of one site add up per sample (a layer used twice, tied weights); separate backwards follow each
+other (accumulation). B is the step's sample count; with a mean loss u_i = B × the captured gradient, and U's columns are u_i/√ϱ
+over the first ϱ samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from seng.operators import Implicit, Lookup, Operator, added, stacked
+from seng.plan import differs
+from seng.sites import Member, Segment, Site
+
+
+@dataclass
+class Backward:
+    """The captures of one backward."""
+
+    counts: Counter[int] = field(default_factory=Counter)  # how many calls saw so many samples
+    differing: dict[int, tuple[int, int]] = field(default_factory=dict)  # site -> two sample counts of one backward
+    count_of: dict[int, int] = field(default_factory=dict)  # site -> its sample count
+    pieces: dict[int, Operator] = field(default_factory=dict)  # site -> U, unscaled
+    kappa: Counter[int] = field(default_factory=Counter)  # site -> positions per sample, over all its calls
+
+    @property
+    def samples(self) -> int:
+        """The sample count that most layers saw."""
+        return self.counts.most_common(1)[0][0] if self.counts else 0
+
+
+class Samples:
+    """Receives captures and hands out one U per site."""
+
+    def __init__(self, sites: list[Site], limit: int | None, keep: Callable[[Site, Operator], Operator]) -> None:
+        self.sites, self.limit, self.keep = sites, limit, keep
+        self.layers: list[tuple[int, Member]] = [(i, m) for i, site in enumerate(sites) for m in site.members]
+        self.active: dict[int, tuple[Segment, ...]] = {}
+        self.backwards: dict[int, Backward] = {}
+
+    def clear(self) -> None:
+        self.backwards.clear()
+        self.active.clear()
+
+    def __len__(self) -> int:
+        return len(self.backwards)
+
+    def receive(self, layer: int, training: bool, a: Tensor, g: Tensor) -> None:
+        """Called inside the backward: turn (a, g) into what the block needs; nothing raw is kept."""
+        index, member = self.layers[layer]
+        site = self.sites[index]
+        backward = self._current()
+        active = self.active.setdefault(index, site.active())
+        if not active:
+            return
+        a, g = member.sample_first(a, g)
+        count = a.shape[0]
+        before = sum(other.samples for other in self.backwards.values() if other is not backward)
+        wanted = count if self.limit is None else max(0, min(count, self.limit - before))
+        backward.counts[count] += 1
+        if backward.count_of.setdefault(index, count) != count:
+            backward.differing[index] = (backward.count_of[index], count)
+            return
+        with _mode(member.module, training):
+            if member.kind.whole_batch:
+                U = site.operator(active, member, a, g).first(wanted)
+            else:
+                U = site.operator(active, member, a[:wanted], g[:wanted])
+        backward.kappa[index] += _positions(U)
+        U = self.keep(site, U)
+        waiting = backward.pieces.get(index)
+        backward.pieces[index] = U if waiting is None else added(waiting, U)
+
+    def _current(self) -> Backward:
+        """This backward's captures; stale ones are dropped, as after a step that was skipped."""
+        task = torch._C._current_graph_task_id()
+        if task not in self.backwards:
+            captured = {s.param for i in self.active for s in self.active[i]}
+            if captured and all(p.grad is None for p in captured):  # no gradient is being accumulated
+                self.clear()
+            self.backwards[task] = Backward()
+        return self.backwards[task]
+
+    @property
+    def total(self) -> int:
+        """B, the step's sample count."""
+        return sum(backward.samples for backward in self.backwards.values())
+
+    def kappa(self, index: int) -> int:
+        """Positions per sample of a site."""
+        return max((backward.kappa[index] for backward in self.backwards.values()), default=0)
+
+    def mismatch(self, index: int) -> str | None:
+        """Why a site's dimension 0 cannot be the sample, in words; None where it can."""
+        for backward in self.backwards.values():
+            if index in backward.differing:
+                first, second = backward.differing[index]
+                return f"it was called with {first} and with {second} samples in one backward, which cannot be added up"
+            count = backward.count_of.get(index)
+            if count is not None and count != backward.samples:
+                return differs(count, backward.samples)
+        return None
+
+    def U(self, index: int, dtype: torch.dtype) -> Operator | None:
+        """U (n, ϱ) of a site with columns u_i/√ϱ, or None if it was not captured."""
+        pieces = [b.pieces[index] for b in self.backwards.values() if index in b.pieces]
+        if not pieces:
+            return None
+        B = self.total
+        rho = B if self.limit is None else min(B, self.limit)
+        U = stacked([piece.to(dtype) for piece in pieces])
+        return U.scaled(B / max(rho, 1) ** 0.5)
+
+
+def _positions(U: Operator) -> int:
+    """κ of a captured U."""
+    if isinstance(U, Lookup):
+        return U.tokens.shape[1]
+    return U.rank if isinstance(U, Implicit) else 1
+
+
+@contextmanager
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """The layer in the mode that its forward ran in, which BatchNorm's rule needs to know."""
+    now, module.training = module.training, training
+    try:
+        yield
+    finally:
+        module.training = now

@@ -1,0 +1,79 @@
+"""The paper's schedules: plain functions of the epoch, and helpers that make torch schedulers of them.
+
+    cosine   α = 0.001 + (α₀ − 0.001)(1 + cos(π·epoch/epochs))/2
+    exp      α = α₀(1 − epoch/epochs)^rate
+    warm-up  α = start + (α₀ − start)·epoch/warmup in the first epochs
+    damping  λ = λ₀·γ^(epoch/10)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+FLOOR = 0.001  # where the paper's cosine ends
+
+
+def cosine(epoch: float, lr: float, epochs: float, floor: float = FLOOR) -> float:
+    """From lr at 0 to the floor at `epochs`, and the floor from there on."""
+    return floor + 0.5 * (lr - floor) * (1 + math.cos(math.pi * min(epoch / epochs, 1.0)))
+
+
+def exp(epoch: float, lr: float, epochs: float, rate: float) -> float:
+    """lr·(1 − epoch/epochs)^rate, the paper's "exp" scheme, and 0 from `epochs` on."""
+    return lr * max(0.0, 1 - epoch / epochs) ** rate
+
+
+def warmup(epoch: float, lr: float, epochs: float, start: float = 0.0) -> float:
+    """Linear from `start` to lr in the first `epochs`, and lr from there on."""
+    return start + (lr - start) * min(epoch / epochs, 1.0) if epochs > 0 else lr
+
+
+def damping(epoch: float, initial: float, gamma: float) -> float:
+    """λ₀·γ^(epoch/10)."""
+    return initial * gamma ** (epoch / 10)
+
+
+def schedule_lr(optimizer: Optimizer, of_epoch: Callable[[float, float], float], steps_per_epoch: int = 1) -> LambdaLR:
+    """A torch scheduler that sets lr = of_epoch(epoch, initial lr), to be stepped `steps_per_epoch` times an epoch.
+
+    schedule_lr(opt, lambda epoch, lr: exp(epoch, lr, epochs=75, rate=5), steps_per_epoch=len(loader))
+    """
+    factors = [
+        lambda step, lr=float(group.get("initial_lr", group["lr"])): of_epoch(step / steps_per_epoch, lr) / lr
+        for group in optimizer.param_groups
+    ]
+    return LambdaLR(optimizer, factors)
+
+
+class DampingSchedule:
+    """Sets every group's damping to of_epoch(epoch, its initial damping) at each `step()`.
+
+    schedule = DampingSchedule(opt, lambda epoch, lam: damping(epoch, lam, gamma=0.9), steps_per_epoch=len(loader))
+    """
+
+    def __init__(self, optimizer: Optimizer, of_epoch: Callable[[float, float], float], steps_per_epoch: int = 1) -> None:
+        self.optimizer, self.of_epoch, self.steps_per_epoch = optimizer, of_epoch, steps_per_epoch
+        self.initial = [float(group["damping"]) for group in optimizer.param_groups]
+        self.steps = 0
+        self._set()
+
+    def _set(self) -> None:
+        for group, initial in zip(self.optimizer.param_groups, self.initial, strict=True):
+            group["damping"] = self.of_epoch(self.steps / self.steps_per_epoch, initial)
+
+    def step(self) -> None:
+        """To be called after each optimizer step (or epoch)."""
+        self.steps += 1
+        self._set()
+
+    def state_dict(self) -> dict[str, object]:
+        return {"steps": self.steps, "initial": self.initial}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Continue from `state_dict()`."""
+        self.steps, self.initial = int(str(state_dict["steps"])), list(state_dict["initial"])  # type: ignore[call-overload]
+        self._set()

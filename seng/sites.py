@@ -1,0 +1,179 @@
+"""Where a block lives: the layers that share parameters, and how those parameters lie side by side as one (h, n_G, n_A).
+
+Weight and bias of a layer are one matrix: the bias is one more column, and a row of ones is appended to Â. Layers that share a
+parameter are one site; each of them fills its own columns and leaves the others' at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from seng.layers import ARRANGEMENTS, Kind, kind_of
+from seng.operators import Explicit, Implicit, Lookup, Operator, Shape
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One layer of a site."""
+
+    name: str
+    module: nn.Module
+    kind: Kind
+
+    def matrix(self, param: str, tensor: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as (h, n_G, width)."""
+        return self.kind.layout[0](self.module, param, tensor)
+
+    def sample_first(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and output (or its gradient) with the sample as dimension 0."""
+        how = ARRANGEMENTS.get(self.module)
+        if how is not None:
+            return how(a), how(g)
+        if a.dim() <= self.kind.features(self.module):  # one sample, without a dimension for it
+            return a[None], g[None]
+        return a, g
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """The columns of one parameter."""
+
+    param: nn.Parameter
+    owner: Member
+    name: str
+    shape: Shape  # (h, n_G, width)
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One block's layers and parameters."""
+
+    members: tuple[Member, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def name(self) -> str:
+        return " + ".join(member.name or type(member.module).__name__ for member in self.members)
+
+    @property
+    def lead(self) -> nn.Parameter:
+        """The parameter whose group gives the damping: the weight."""
+        return self.segments[0].param
+
+    @property
+    def factored(self) -> bool:
+        return any(member.kind.factored for member in self.members)
+
+    def active(self) -> tuple[Segment, ...]:
+        """The segments that are trained now."""
+        return tuple(segment for segment in self.segments if segment.param.requires_grad)
+
+    def shape(self, active: tuple[Segment, ...]) -> Shape:
+        h, n_G, _ = active[0].shape
+        return h, n_G, sum(segment.shape[2] for segment in active)
+
+    def gather(self, active: tuple[Segment, ...], tensors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
+        """One tensor per parameter -> z (n,); a missing one counts as zero."""
+        parts = [
+            s.owner.matrix(s.name, tensors[s.param]).to(dtype)
+            if s.param in tensors
+            else torch.zeros(s.shape, dtype=dtype, device=s.param.device)
+            for s in active
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(-1)
+
+    def scatter(self, active: tuple[Segment, ...], d: Tensor) -> dict[nn.Parameter, Tensor]:
+        """d (n,) -> one tensor per parameter."""
+        parts = d.view(self.shape(active)).split([s.shape[2] for s in active], 2)
+        return {s.param: s.owner.kind.layout[1](s.owner.module, s.name, part) for s, part in zip(active, parts, strict=True)}
+
+    def operator(self, active: tuple[Segment, ...], member: Member, a: Tensor, g: Tensor) -> Operator:
+        """U of one call of one layer, unscaled: its columns are the captured per-sample gradients."""
+        seen = member.kind.rule(member.module, a, g)
+        own = {s.param: s.name for s in active if getattr(member.module, s.name, None) is s.param}
+        if isinstance(seen, Lookup):
+            G = [seen.G if s.param in own else seen.G.new_zeros(*seen.G.shape[:2], s.shape[2]) for s in active]
+            return Lookup(seen.tokens, torch.cat(G, 2), seen.vocabulary)
+        if isinstance(seen, dict):
+            U = [
+                seen[own[s.param]].flatten(1) if s.param in own else g.new_zeros(g.shape[0], s.shape[2]) for s in active
+            ]
+            return Explicit(torch.cat(U, 1).T, self.shape(active))
+        h = self.segments[0].shape[0]
+        G, A = (x.unflatten(1, (h, -1)) for x in seen)  # (ϱ, h, n_G, κ), (ϱ, h, n_A, κ)
+        fill = {"weight": lambda width: A, "bias": lambda width: A.new_ones(*A.shape[:2], width, A.shape[3])}
+        rows = [
+            fill[own[s.param]](s.shape[2]) if s.param in own else A.new_zeros(*A.shape[:2], s.shape[2], A.shape[3])
+            for s in active
+        ]
+        A = rows[0] if len(rows) == 1 else torch.cat(rows, 2)
+        return Implicit(G.to(torch.promote_types(G.dtype, A.dtype)), A.to(torch.promote_types(G.dtype, A.dtype)))
+
+
+def survey(module: nn.Module, params: Iterable[nn.Parameter]) -> tuple[list[Site], dict[str, str]]:
+    """The sites of a module, and for every other parameter of `params` inside it the reason why it has none."""
+    owned = set(params)
+    attention = {  # these run without calling their children's forward, so nothing can be captured there
+        child: name
+        for name, parent in module.named_modules()
+        if isinstance(parent, nn.MultiheadAttention)
+        for child in parent.modules()
+        if child is not parent
+    }
+    clusters: list[tuple[set[nn.Parameter], list[tuple[str, nn.Module]]]] = []
+    for name, layer in module.named_modules():
+        mine = {p for p in layer._parameters.values() if p is not None and p in owned}
+        if not mine:
+            continue
+        touching = [cluster for cluster in clusters if cluster[0] & mine]
+        clusters = [cluster for cluster in clusters if not cluster[0] & mine]
+        layers = [entry for _, entries in touching for entry in entries] + [(name, layer)]
+        clusters.append((mine.union(*(shared for shared, _ in touching)), layers))
+
+    sites: list[Site] = []
+    reasons: dict[str, str] = {}
+    for shared, entries in clusters:
+        found = _site(shared, entries, attention)
+        if isinstance(found, Site):
+            sites.append(found)
+            continue
+        for name, layer in entries:
+            for key, p in layer._parameters.items():
+                if p is not None and p in owned:
+                    reasons[f"{name}.{key}" if name else key] = found
+    return sites, reasons
+
+
+def _site(
+    shared: set[nn.Parameter], entries: list[tuple[str, nn.Module]], attention: Mapping[nn.Module, str]
+) -> Site | str:
+    members: list[Member] = []
+    for name, layer in entries:
+        kind = kind_of(layer)
+        if layer in attention:
+            kind = f"nn.MultiheadAttention '{attention[layer]}' does not call it as a module"
+        if isinstance(kind, str):
+            return kind if len(entries) == 1 else f"{kind} (and it shares a parameter with {len(entries) - 1} other layer)"
+        members.append(Member(name, layer, kind))
+
+    segments: dict[nn.Parameter, Segment] = {}
+    for member in members:
+        for key, p in member.module._parameters.items():
+            if p is None or p not in shared:
+                continue
+            if p.is_complex():
+                return "complex parameters are not supported"
+            if member.kind.factored and key not in ("weight", "bias"):
+                return f"a rule with factors knows a weight and a bias; '{key}' is neither"
+            rows = member.matrix(key, p.detach())
+            shape = (rows.shape[0], rows.shape[1], rows.shape[2])
+            segment = segments.setdefault(p, Segment(p, member, key, shape))
+            first = next(iter(segments.values())).shape
+            if segment.shape != shape or shape[:2] != first[:2]:
+                return "it shares a parameter with a layer that lays it out differently"
+    weights_first = sorted(segments.values(), key=lambda segment: segment.name != "weight")
+    return Site(tuple(members), tuple(weights_first))

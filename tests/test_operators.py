@@ -1,0 +1,191 @@
+"""Every operator against its dense matrix, and the two low-rank reductions."""
+
+import naive
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seng import numerics, operators
+from seng.operators import Explicit, Implicit, Independent, Lookup, Merged, added, stacked
+
+
+def implicit(samples=5, h=1, n_G=4, n_A=3, r=2) -> Implicit:
+    return Implicit(torch.randn(samples, h, n_G, r), torch.randn(samples, h, n_A, r))
+
+
+def lookup(samples=5, vocabulary=6, width=3, kappa=4) -> Lookup:
+    return Lookup(torch.randint(vocabulary, (samples, kappa)), torch.randn(samples, kappa, width), vocabulary)
+
+
+def merged(n=12, k=3) -> Merged:
+    return Merged(torch.linalg.qr(torch.randn(n, k)).Q, torch.rand(k).sort(descending=True).values, (1, 4, 3))
+
+
+def dense(U) -> torch.Tensor:
+    """U entry by entry, from its definition."""
+    if isinstance(U, Explicit):
+        return U.U
+    if isinstance(U, Merged):
+        return U.Q @ torch.diag(U.eigenvalues.sqrt())
+    columns = []
+    for i in range(U.samples):
+        u = torch.zeros(U.shape)
+        if isinstance(U, Lookup):
+            for token, g in zip(U.tokens[i], U.G[i], strict=True):
+                u[0, token] += g
+        else:
+            for h in range(U.shape[0]):
+                u[h] = U.G[i, h] @ U.A[i, h].T
+        columns.append(u.flatten())
+    return torch.stack(columns, 1)
+
+
+KINDS = {
+    "explicit": lambda: Explicit(torch.randn(12, 5), (1, 4, 3)),
+    "implicit": implicit,
+    "implicit-groups": lambda: implicit(h=3),
+    "implicit-deep": lambda: implicit(r=7),
+    "implicit-one-sample": lambda: implicit(samples=1),
+    "lookup": lookup,
+    "merged": merged,
+}
+
+
+@pytest.fixture(params=KINDS, ids=list(KINDS))
+def U(request):
+    return KINDS[request.param]()
+
+
+@pytest.fixture(params=[operators.CHUNK, 16], ids=["whole", "slabs"])
+def chunk(request, monkeypatch):
+    monkeypatch.setattr(operators, "CHUNK", request.param)
+
+
+def test_products_equal_the_dense_ones(U, chunk):
+    D = dense(U)
+    z, c, V = torch.randn(U.n), torch.randn(U.samples), torch.randn(U.samples, 3)
+    torch.testing.assert_close(U.rmv(z), D.T @ z)
+    torch.testing.assert_close(U.mv(c), D @ c)
+    torch.testing.assert_close(U.gram(), D.T @ D)
+    torch.testing.assert_close(U.combine(V), D @ V)
+    torch.testing.assert_close(U.row_norms(), D.square().sum(1))
+    torch.testing.assert_close(U.explicit().U, D)
+
+
+def test_scale_first_and_precision(U):
+    D = dense(U)
+    torch.testing.assert_close(dense(U.scaled(2.5)), 2.5 * D)
+    torch.testing.assert_close(dense(U.first(1)), D[:, :1])
+    assert all(t.dtype == torch.float32 for t in U.to(torch.float32).tensors() if t.is_floating_point())
+    assert U.bytes == sum(t.numel() * t.element_size() for t in U.tensors())
+
+
+def test_both_contractions_of_the_gram_agree(chunk):
+    for U in (implicit(), implicit(h=3, r=5), implicit(samples=9, n_G=2, n_A=11, r=1)):
+        torch.testing.assert_close(U.gram_by_factors(), operators.Operator.gram(U))
+
+
+@pytest.mark.parametrize(
+    ("U", "V"),
+    [
+        (implicit, lambda: implicit(r=3)),
+        (lambda: lookup(), lambda: lookup(kappa=2)),
+        (lambda: implicit(n_G=6), lookup),
+        (lookup, lambda: implicit(n_G=6)),
+        (lambda: Explicit(torch.randn(12, 5), (1, 4, 3)), implicit),
+        (lambda: lookup(vocabulary=4), lambda: Explicit(torch.randn(12, 5), (1, 4, 3))),
+    ],
+)
+def test_sum_and_stack(U, V):
+    U, V = U(), V()
+    torch.testing.assert_close(dense(added(U, V)), dense(U) + dense(V))
+    torch.testing.assert_close(dense(stacked([U, V, U])), torch.cat([dense(U), dense(V), dense(U)], 1))
+
+
+def test_independent_is_the_product_of_weighted_means_and_zero_at_zero():
+    U = implicit(h=2)
+    V = Independent(U.G, U.A)
+    c = torch.randn(5)
+    root = c.abs().sqrt()
+    G = sum(root[i] * U.G[i] for i in range(5))
+    A = sum(c[i] / root.sum() * U.A[i] for i in range(5))
+    torch.testing.assert_close(V.mv(c), (G @ A.mT).flatten())
+    assert torch.equal(V.mv(torch.zeros(5)), torch.zeros(U.n))
+    one = implicit(samples=1)
+    c = torch.tensor([-0.7])  # a single sample leaves nothing to assume
+    torch.testing.assert_close(Independent(one.G, one.A).mv(c), one.mv(c))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.integers(1, 9), st.integers(0, 10**6))
+def test_reduced_factors_are_exact_where_the_rank_reaches_a_side(samples, h, n_G, n_A, kappa, seed):
+    torch.manual_seed(seed)
+    U = implicit(samples, h, n_G, n_A, kappa)
+    rank = min(n_G, n_A)
+    V = numerics.reduced(U, rank, torch.Generator().manual_seed(seed))
+    assert V.rank <= kappa
+    torch.testing.assert_close(dense(V), dense(U))
+
+
+def test_reduced_error_falls_with_the_rank_and_vanishes_at_kappa():
+    U = implicit(samples=6, n_G=12, n_A=15, r=10)
+    decaying = U.G * 0.6 ** torch.arange(10.0)
+    U = Implicit(decaying, U.A)
+    errors = [
+        naive.relative_error(dense(numerics.reduced(U, r, torch.Generator().manual_seed(0))), dense(U)) for r in range(1, 11)
+    ]
+    assert all(later < earlier for earlier, later in zip(errors, errors[1:], strict=False))
+    assert errors[-1] == 0
+
+
+def test_partial_svd_is_nearly_the_best_of_its_rank():
+    U = Implicit(torch.randn(4, 1, 8, 20) * 0.5 ** torch.arange(20.0), torch.eye(20).expand(4, 1, 20, 20).clone())
+    V = numerics.reduced(U, 3, torch.Generator().manual_seed(1))
+    for i in range(4):  # with Â = I, u_i = Ĝ_i, whose best approximation of rank 3 is its truncated SVD
+        tail = torch.linalg.svdvals(U.G[i, 0])[3:].norm()
+        assert (dense(V)[:, i] - dense(U)[:, i]).norm() <= 1.01 * tail
+
+
+def test_signs_of_the_factors_follow_the_convention():
+    U = implicit(samples=3, n_G=6, n_A=7, r=9)
+    V = numerics.reduced(U, 4, torch.Generator().manual_seed(0))
+    W = numerics.reduced(U, 4, torch.Generator().manual_seed(5))
+    torch.testing.assert_close(V.G, W.G, rtol=1e-4, atol=1e-4)  # another test matrix, the same factors: signs included
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_merged_is_the_truncated_eigendecomposition(k):
+    Y = torch.randn(20, 5)
+    M = numerics.merged(Y, k, (1, 4, 5))
+    values, vectors = torch.linalg.eigh(Y @ Y.T)
+    torch.testing.assert_close(M.eigenvalues, values.flip(0)[:k])
+    torch.testing.assert_close(M.Q.T @ M.Q, torch.eye(k))
+    top = vectors.flip(1)[:, :k]
+    torch.testing.assert_close(M.Q @ M.Q.T, top @ top.T)
+
+
+def test_merged_of_a_singular_matrix_has_empty_columns():
+    Y = torch.randn(20, 2) @ torch.randn(2, 5)
+    M = numerics.merged(Y, 5, (1, 4, 5))
+    assert (M.eigenvalues[2:] == 0).all() and (M.Q[:, 2:] == 0).all()
+    torch.testing.assert_close(dense(M) @ dense(M).T, Y @ Y.T)
+    zero = numerics.merged(torch.zeros(6, 3), 3, (1, 2, 3))
+    assert zero.Q.isfinite().all() and (zero.eigenvalues == 0).all()
+
+
+def test_cholesky_escalates_and_says_when_it_fails():
+    S = torch.eye(4)
+    L, found = numerics.cholesky(S)
+    assert found and torch.equal(L, S)
+    S = torch.ones(4, 4) - 1e-10 * torch.eye(4)  # slightly indefinite: jitter mends it
+    assert not torch.linalg.cholesky_ex(S).info == 0
+    L, found = numerics.cholesky(S)
+    assert found
+    torch.testing.assert_close(L @ L.T, S, rtol=1e-3, atol=1e-3)
+    assert not numerics.cholesky(-torch.eye(4))[1]
+
+
+def test_eigh_of_numbers_that_are_not_finite_does_not_raise():
+    values, vectors = numerics.eigh(torch.tensor([[1.0, torch.inf], [torch.inf, 1.0]]))
+    assert values.isnan().all() and vectors.isnan().all()
