@@ -4,6 +4,17 @@ from seng import layers, schedules, sketch
 from seng.curvature import Curvature
 from seng.optimizer import SENG, Attachment, attach
 from seng.plan import Explanation, explain
+from seng.version import __version__
 
-__version__ = "0.1.0"
-__all__ = ["SENG", "Attachment", "Curvature", "Explanation", "attach", "explain", "layers", "schedules", "sketch"]
+__all__ = [
+    "SENG",
+    "Attachment",
+    "Curvature",
+    "Explanation",
+    "__version__",
+    "attach",
+    "explain",
+    "layers",
+    "schedules",
+    "sketch",
+]

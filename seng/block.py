@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seng.curvature import Curvature
-from seng.numerics import cholesky, eigh, leading, merged, reduced
+from seng.numerics import cholesky, eigh, leading, merged, reduced, wide
 from seng.operators import Implicit, Independent, Merged, Operator
 from seng.plan import Plan
 from seng.sketch import Identity, Omega
@@ -45,20 +45,21 @@ class Block:
     def solve(self, g: Tensor, damping: float) -> Tensor:
         """λ(M + λI)⁻¹g = g − Ub; in float64 refined once, since g lies nearly in the span of U and the difference cancels."""
         lam, inverse = self._inverse(damping)
-        d = g - self._correction(g, inverse)
+        correction, fine = self._correction(g, inverse)
+        self.failures += ~fine
+        d = g - correction
         if g.dtype == torch.float64 and not isinstance(self.U, Independent):
             residual = g - d - self.U.mv(self.Xi.rmv(self.omega(d)) / lam)  # of (I + UΞᵀΩ/λ) d = g
-            residual = torch.where(residual.isfinite().all(), residual, 0)
-            d = d + residual - self._correction(residual, inverse)
+            residual = torch.where(fine & residual.isfinite().all(), residual, 0)
+            d = d + residual - self._correction(residual, inverse)[0]
         return d
 
-    def _correction(self, g: Tensor, inverse: Tensor) -> Tensor:
-        """Ub; zero where b is not finite, which is counted."""
+    def _correction(self, g: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """Ub, and whether b is finite; where it is not, zero."""
         rhs = self.Xi.rmv(self.omega(g)).to(inverse.dtype)
         b = inverse * rhs if inverse.dim() == 1 else inverse @ rhs
         fine = b.isfinite().all()
-        self.failures += ~fine
-        return self.U.mv(torch.where(fine, b, 0).to(g.dtype))
+        return self.U.mv(torch.where(fine, b, 0).to(g.dtype)), fine
 
     def _inverse(self, damping: float) -> tuple[Tensor, Tensor]:
         """λ and (λI + K)⁻¹, kept until λ changes; a vector where K is diagonal; not a number where no factorization was found.
@@ -70,19 +71,13 @@ class Block:
             if isinstance(self.U, Merged):
                 self.core = damping, lam, 1 / (self.U.eigenvalues + lam)
             else:
-                K = self.gram.to(_wide(self.gram))
+                K = self.gram.to(wide(self.gram))
                 L, found = cholesky(torch.eye(len(K), dtype=K.dtype, device=K.device) + K / lam)
                 self.core = damping, lam, torch.where(found, torch.cholesky_inverse(L) / lam, torch.nan)
         return self.core[1], self.core[2]
 
 
-def _wide(t: Tensor) -> torch.dtype:
-    return t.dtype if t.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-
-
-def build(
-    U: Operator, plan: Plan, curvature: Curvature, generator: torch.Generator, previous: Block | None
-) -> Block | None:
+def build(U: Operator, plan: Plan, curvature: Curvature, generator: torch.Generator, previous: Block | None) -> Block | None:
     """The block of U in its planned form, or None where U has no columns or numbers that are not finite."""
     if U.samples == 0 or not all(t.isfinite().all() for t in U.tensors()):
         return None
@@ -101,4 +96,5 @@ def build(
             U = merged(torch.cat([curvature.decay**0.5 * old, (1 - curvature.decay) ** 0.5 * new], 1), plan.rank, U.shape)
     gram = omega.of(U).gram()
     top = U.eigenvalues[0] if isinstance(U, Merged) else eigh(gram)[0][0]
-    return Block(U, omega, gram, top, curvature.relative_damping) if top.isfinite() else None
+    sound = top.isfinite() and all(t.isfinite().all() for t in U.tensors())
+    return Block(U, omega, gram, top, curvature.relative_damping) if sound else None

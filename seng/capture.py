@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 Receive = Callable[[int, bool, Tensor, Tensor], None]  # (layer's index, its mode in the forward, a, g)
 
@@ -27,8 +28,13 @@ class Capture:
             layer.register_forward_hook(_Hook(weakref.ref(self), weakref.ref(layer), i), with_kwargs=True)
             for i, layer in enumerate(layers)
         ]
-        self.remove = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+        self.remove = weakref.finalize(self, _remove, handles)
         self.remove.atexit = False
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class _Hook:
@@ -43,7 +49,7 @@ class _Hook:
         if not (trained and torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad):
             return None
         a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        return _Tap.apply(out, a.detach(), capture.receive, self.index, layer.training)
+        return _Tap.apply(out, a.detach(), capture.receive, self.index, layer.training)  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _inert, ()

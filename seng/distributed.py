@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def check_strategy(strategy: str | None) -> None:
-    """None and "local" mean one process; several are refused, since each would follow its own curvature and they would drift apart."""
+    """None and "local" mean one process; several are refused: each would follow a curvature of its own."""
     if strategy not in (None, "local"):
         raise ValueError(f"unknown strategy {strategy!r}; this version has 'local', one process")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -86,9 +86,7 @@ def factors(
     return register
 
 
-def columns(
-    kind: type[nn.Module], features: Callable[[Any], int] = _last, whole_batch: bool = False
-) -> Callable[[Rule], Rule]:
+def columns(kind: type[nn.Module], features: Callable[[Any], int] = _last, whole_batch: bool = False) -> Callable[[Rule], Rule]:
     """Register a kind whose function gives the per-sample gradient (ϱ, *shape) of each parameter by name."""
 
     def register(rule: Rule) -> Rule:
@@ -206,8 +204,8 @@ def _channels_and_space(layer: _ConvNd) -> int:
 
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     factors(_kind, _channels_and_space)(_conv)
-for _kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-    factors(_kind, _channels_and_space, (_transposed_rows, _from_transposed_rows))(_conv_transpose)
+for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
+    factors(_transposed, _channels_and_space, (_transposed_rows, _from_transposed_rows))(_conv_transpose)
 
 
 def _embedding(layer: nn.Embedding, a: Tensor, g: Tensor) -> Lookup:

@@ -1,4 +1,4 @@
-"""Small dense linear algebra that never goes silently wrong, and the two low-rank reductions: per sample and of U as a whole."""
+"""Small dense linear algebra that never goes silently wrong, and two low-rank reductions: per sample, and of U as a whole."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ def cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eigh(S: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, descending and never negative, and eigenvectors; all not a number where S is not finite.
+    """Eigenvalues, descending and never negative, and eigenvectors; not a number where S is not finite.
 
-    A failure in one precision is tried again in float64.
+    In float64: in float32 the CPU's routine may fail, or silently return nan, on the graded Grams that accumulation makes.
     """
-    S = (S + S.T) / 2
     if not S.isfinite().all():
         return torch.full_like(S[0], torch.nan), torch.full_like(S, torch.nan)
-    try:
-        values, vectors = torch.linalg.eigh(S)
-    except torch.linalg.LinAlgError:
-        values, vectors = (t.to(S.dtype) for t in torch.linalg.eigh(S.double()))
-    return values.flip(0).clamp_min(0), vectors.flip(1)
+    values, vectors = torch.linalg.eigh(((S + S.T) / 2).to(wide(S)))
+    return values.flip(0).clamp_min(0).to(S.dtype), vectors.flip(1).to(S.dtype)
+
+
+def wide(S: Tensor) -> torch.dtype:
+    """The precision of small dense work."""
+    return S.dtype if S.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
 
 def merged(Y: Tensor, rank: int, layout: Shape) -> Merged:

@@ -192,7 +192,7 @@ class Implicit(Operator):
 
     def gram(self) -> Tensor:
         """UᵀU by the cheaper of the two contractions."""
-        h, n_G, n_A = self.shape
+        _, n_G, n_A = self.shape
         by_factors = self.samples * self.rank**2 * (n_G + n_A)
         by_columns = (self.samples + self.rank) * n_G * n_A
         return self.gram_by_factors() if by_factors <= by_columns else super().gram()
@@ -225,8 +225,8 @@ class Independent(Implicit):
         root = c.abs().sqrt()
         total = root.sum()
         weight = c / torch.where(total > 0, total, 1)
-        G = torch.tensordot(root, self.G, 1)  # (h, n_G, r)
-        A = torch.tensordot(weight, self.A, 1)  # (h, n_A, r)
+        G = torch.einsum("i,ihgr->hgr", root, self.G)
+        A = torch.einsum("i,ihar->har", weight, self.A)
         return (G @ A.mT).flatten()
 
 
@@ -271,7 +271,8 @@ class Lookup(Operator):
 
     def mv(self, c: Tensor) -> Tensor:
         out = self._zeros(self.vocabulary, self.G.shape[2])
-        return out.index_add_(0, self.tokens.flatten(), (self.G * c[:, None, None]).flatten(0, 1)).flatten()
+        out.index_add_(0, self.tokens.flatten(), (self.G * c[:, None, None]).flatten(0, 1))
+        return out.flatten()
 
     def scaled(self, scale: float | Tensor) -> Self:
         return replace(self, G=self.G * scale)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -67,10 +68,10 @@ class SENG(Optimizer):
         }
         self._units = units
         super().__init__(params, defaults)
-        self._options = {"curvature": curvature, "refresh_every": refresh_every, "units": units, "strict": strict}
+        self._engine = partial(Preconditioner, curvature=curvature, refresh_every=refresh_every, units=units, strict=strict)
         self._module = module
         if module is not None:
-            self.preconditioner = self._precondition(module)
+            self.preconditioner = self._engine(module, self._params())
         elif strict:
             raise ValueError("strict=True: no module was given, so every parameter would take the plain gradient")
         else:
@@ -80,9 +81,8 @@ class SENG(Optimizer):
                 stacklevel=3,
             )
 
-    def _precondition(self, module: nn.Module) -> Preconditioner:
-        params = [p for group in self.param_groups for p in group["params"]]
-        return Preconditioner(module, params, **self._options)
+    def _params(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; layers of the module that were not trained before are covered from the next refresh on."""
@@ -101,7 +101,7 @@ class SENG(Optimizer):
             before = self.preconditioner
             state = before.state()
             before.capture.remove()
-            self.preconditioner = self._precondition(self._module)
+            self.preconditioner = self._engine(self._module, self._params())
             self.preconditioner.load_state(state)
 
     @overload
@@ -115,11 +115,10 @@ class SENG(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if any(p.grad.is_sparse for p in trained):
+        directions = {p: p.grad for p in self._params() if p.grad is not None}
+        if any(g.is_sparse for g in directions.values()):
             raise RuntimeError("SENG does not support sparse gradients; use sparse=False in the embedding")
         damping = {p: float(group["damping"]) for group in self.param_groups for p in group["params"]}
-        directions: dict[nn.Parameter, Tensor] = {p: p.grad for p in trained}
         if self.preconditioner is not None:
             directions = self.preconditioner.directions(directions, damping.__getitem__)
         elif self._units == "paper":
@@ -177,7 +176,7 @@ class SENG(Optimizer):
         """As torch's, with each block's curvature, the step count and the sketches' seed beside the weight's momentum."""
         out = super().state_dict()
         if self.preconditioner is not None:
-            index = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+            index = {p: i for i, p in enumerate(self._params())}
             out["state"] = {key: dict(value) for key, value in out["state"].items()}
             for p, entry in self.preconditioner.state().items():
                 out["state"].setdefault(index[p], {}).update(entry)
@@ -185,11 +184,10 @@ class SENG(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; a checkpoint of SGD loads too, and its curvature is then built at the next step."""
-        params = [p for group in self.param_groups for p in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         curvature: dict[nn.Parameter, dict[str, Tensor]] = {}
         rest: dict[Any, Any] = {}
-        param_of = dict(zip(keys, params, strict=False))
+        param_of = dict(zip(keys, self._params(), strict=False))
         for key, entry in state_dict["state"].items():
             rest[key] = {k: v for k, v in entry.items() if not k.startswith("seng.")}
             if key in param_of:
@@ -210,7 +208,7 @@ class Attachment:
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[0] if args else kwargs.get("closure")
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
             self._apply()
             return None
@@ -220,7 +218,7 @@ class Attachment:
             self._apply()
             return loss
 
-        return ((preconditioned, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": preconditioned})
+        return (args[0], preconditioned, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     @torch.no_grad()
     def _apply(self) -> None:

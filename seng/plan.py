@@ -155,7 +155,7 @@ class Explanation:
 
     def __str__(self) -> str:
         head = ("layer", "n", "n_G", "n_A", "κ", "ϱ", "form", "bytes", "flop/step", "why")
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for p in self.plans:
             h, n_G, n_A = p.dims.shape
             sizes = (p.dims.n, h * n_G, n_A, p.dims.kappa, p.dims.samples)
@@ -163,7 +163,9 @@ class Explanation:
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         left = (0, 6, 9)
         lines = [
-            "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            "  ".join(
+                cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
             for row in rows
         ]
         lines.append(f"{len(self.plans)} layers covered, {_size(self.bytes)} of curvature")

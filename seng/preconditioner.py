@@ -1,7 +1,8 @@
 """Gradients in, directions out: the engine that `SENG` and `attach` share. Algorithm 1 of the paper.
 
-On a refresh step U is built from what the backwards captured, sketched and factorized; on every step each block is solved with the
-gradient. Ω is drawn on refresh and kept, where Algorithm 1 draws a new one at every step: its factorization can then be kept too.
+On a refresh step U is built from what the backwards captured, sketched and factorized; on every step each block is solved
+with the gradient. Ω is drawn on refresh and kept, where Algorithm 1 draws a new one at every step: so the factorization can be
+kept too.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Preconditioner:
                 "pass the module that holds them as module=…"
             )
         self.curvature, self.refresh_every, self.units, self.strict = curvature, refresh_every, units, strict
+        self.warned: set[str] = set()
         self.sites, self.uncovered = survey(module, params)
         if not self.sites:
             raise ValueError(f"no layer of {type(module).__name__} is covered, so SENG would be SGD: {_listed(self.uncovered)}")
@@ -62,7 +64,6 @@ class Preconditioner:
         self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
         self.plans: dict[int, Plan] = {}
         self.failures: dict[int, int] = {}  # refreshes that had to be dropped, by site
-        self.warned: set[str] = set()
         self.samples = Samples(self.sites, curvature.samples, self._keep)
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
         self._rearm()
@@ -97,7 +98,9 @@ class Preconditioner:
             for p, grad in zip(self.params, kept, strict=True):
                 p.grad = grad
 
-    def directions(self, grads: Mapping[nn.Parameter, Tensor], damping: Callable[[nn.Parameter], float]) -> dict[nn.Parameter, Tensor]:
+    def directions(
+        self, grads: Mapping[nn.Parameter, Tensor], damping: Callable[[nn.Parameter], float]
+    ) -> dict[nn.Parameter, Tensor]:
         """The direction for every gradient: λ(M + λI)⁻¹g, or (M + λI)⁻¹g in the paper's units."""
         if self.refresh_due:
             self._refresh(grads)
@@ -159,7 +162,7 @@ class Preconditioner:
                 return U
             dtype = torch.promote_types(U.G.dtype, torch.float32)
             return reduced(U.to(dtype), self.curvature.rank, self._generator(self.sites.index(site)))
-        h, n_G, n_A = U.shape
+        _, n_G, n_A = U.shape
         return U.explicit() if n_G * n_A <= (n_G + n_A) * U.rank else U
 
     def _generator(self, index: int) -> torch.Generator:
@@ -241,7 +244,9 @@ def check_options(curvature: Curvature, refresh_every: int, units: str) -> None:
 def _one_damping(site: Site, damping: Callable[[nn.Parameter], float]) -> float:
     values = {damping(s.param) for s in site.segments}
     if len(values) > 1:
-        raise ValueError(f"layer '{site.name}' is one block but its parameters have the dampings {sorted(values)}: give them one")
+        raise ValueError(
+            f"layer '{site.name}' is one block but its parameters have the dampings {sorted(values)}: give them one"
+        )
     return values.pop()
 
 

@@ -1,9 +1,9 @@
 """The paper's schedules: plain functions of the epoch, and helpers that make torch schedulers of them.
 
-    cosine   α = 0.001 + (α₀ − 0.001)(1 + cos(π·epoch/epochs))/2
-    exp      α = α₀(1 − epoch/epochs)^rate
-    warm-up  α = start + (α₀ − start)·epoch/warmup in the first epochs
-    damping  λ = λ₀·γ^(epoch/10)
+cosine   α = 0.001 + (α₀ − 0.001)(1 + cos(π·epoch/epochs))/2
+exp      α = α₀(1 − epoch/epochs)^rate
+warm-up  α = start + (α₀ − start)·epoch/warmup in the first epochs
+damping  λ = λ₀·γ^(epoch/10)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def cosine(epoch: float, lr: float, epochs: float, floor: float = FLOOR) -> floa
 
 def exp(epoch: float, lr: float, epochs: float, rate: float) -> float:
     """lr·(1 − epoch/epochs)^rate, the paper's "exp" scheme, and 0 from `epochs` on."""
-    return lr * max(0.0, 1 - epoch / epochs) ** rate
+    return lr * math.pow(max(0.0, 1 - epoch / epochs), rate)
 
 
 def warmup(epoch: float, lr: float, epochs: float, start: float = 0.0) -> float:
@@ -34,7 +34,7 @@ def warmup(epoch: float, lr: float, epochs: float, start: float = 0.0) -> float:
 
 def damping(epoch: float, initial: float, gamma: float) -> float:
     """λ₀·γ^(epoch/10)."""
-    return initial * gamma ** (epoch / 10)
+    return initial * math.pow(gamma, epoch / 10)
 
 
 def schedule_lr(optimizer: Optimizer, of_epoch: Callable[[float, float], float], steps_per_epoch: int = 1) -> LambdaLR:
@@ -42,11 +42,11 @@ def schedule_lr(optimizer: Optimizer, of_epoch: Callable[[float, float], float],
 
     schedule_lr(opt, lambda epoch, lr: exp(epoch, lr, epochs=75, rate=5), steps_per_epoch=len(loader))
     """
-    factors = [
-        lambda step, lr=float(group.get("initial_lr", group["lr"])): of_epoch(step / steps_per_epoch, lr) / lr
-        for group in optimizer.param_groups
-    ]
-    return LambdaLR(optimizer, factors)
+
+    def factor(initial: float) -> Callable[[int], float]:
+        return lambda step: of_epoch(step / steps_per_epoch, initial) / initial
+
+    return LambdaLR(optimizer, [factor(float(group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups])
 
 
 class DampingSchedule:

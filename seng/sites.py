@@ -99,9 +99,7 @@ class Site:
             G = [seen.G if s.param in own else seen.G.new_zeros(*seen.G.shape[:2], s.shape[2]) for s in active]
             return Lookup(seen.tokens, torch.cat(G, 2), seen.vocabulary)
         if isinstance(seen, dict):
-            U = [
-                seen[own[s.param]].flatten(1) if s.param in own else g.new_zeros(g.shape[0], s.shape[2]) for s in active
-            ]
+            U = [seen[own[s.param]].flatten(1) if s.param in own else g.new_zeros(g.shape[0], s.shape[2]) for s in active]
             return Explicit(torch.cat(U, 1).T, self.shape(active))
         h = self.segments[0].shape[0]
         G, A = (x.unflatten(1, (h, -1)) for x in seen)  # (ϱ, h, n_G, κ), (ϱ, h, n_A, κ)
@@ -148,9 +146,7 @@ def survey(module: nn.Module, params: Iterable[nn.Parameter]) -> tuple[list[Site
     return sites, reasons
 
 
-def _site(
-    shared: set[nn.Parameter], entries: list[tuple[str, nn.Module]], attention: Mapping[nn.Module, str]
-) -> Site | str:
+def _site(shared: set[nn.Parameter], entries: list[tuple[str, nn.Module]], attention: Mapping[nn.Module, str]) -> Site | str:
     members: list[Member] = []
     for name, layer in entries:
         kind = kind_of(layer)

@@ -49,13 +49,13 @@ class RowSample:
     scale: Tensor  # (q,)
 
     def __call__(self, z: Tensor) -> Tensor:
-        return (self.scale * z[self.index].T).T
+        return _rowwise(self.scale, z[self.index])
 
     def of(self, U: Operator) -> Operator:
         q = self.index.numel()
         if not isinstance(U, Implicit):
             return Explicit(self(U.explicit().U), (1, q, 1))
-        h, n_G, n_A = U.shape
+        _, n_G, n_A = U.shape
         rows, a = self.index // n_A, self.index % n_A
         group, g = rows // n_G, rows % n_G
         step = max(1, CHUNK // max(1, q * U.rank))
@@ -115,7 +115,7 @@ class Buckets:
     q: int
 
     def __call__(self, z: Tensor) -> Tensor:
-        return z.new_zeros(self.q, *z.shape[1:]).index_add_(0, self.bucket, (self.sign * z.T).T)
+        return z.new_zeros(self.q, *z.shape[1:]).index_add_(0, self.bucket, _rowwise(self.sign, z))
 
     def of(self, U: Operator) -> Operator:
         Xi = self.sign.new_zeros(self.q, U.samples)
@@ -225,6 +225,11 @@ class CountSketch(_Flat):
         bucket = torch.randint(self.q, (U.n,), generator=generator, device=generator.device)
         sign = torch.randint(2, (U.n,), generator=generator, device=generator.device).to(_dtype(U)) * 2 - 1
         return Buckets(bucket, sign, self.q)
+
+
+def _rowwise(weights: Tensor, z: Tensor) -> Tensor:
+    """diag(weights) z."""
+    return weights.view(-1, *[1] * (z.dim() - 1)) * z
 
 
 def _uniform_rows(n: int, q: int, replacement: bool, U: Operator, generator: torch.Generator) -> RowSample:

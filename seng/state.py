@@ -1,4 +1,4 @@
-"""Blocks as flat dictionaries of tensors and back, so that any checkpoint format can hold them and `weights_only=True` loads them.
+"""Blocks as flat dictionaries of tensors and back: any checkpoint format can hold them, and `weights_only=True` loads them.
 
 A field of tensors is `prefix.field`; a nested value is `prefix.field:Type.…`, so that the key tells which form it was.
 """

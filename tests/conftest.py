@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+torch.set_num_threads(1)  # two workers share two cores
+
 FORMS = ("explicit", "implicit", "merged", "auto")
 
 

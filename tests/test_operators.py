@@ -1,5 +1,7 @@
 """Every operator against its dense matrix, and the two low-rank reductions."""
 
+from itertools import pairwise
+
 import naive
 import pytest
 import torch
@@ -135,7 +137,7 @@ def test_reduced_error_falls_with_the_rank_and_vanishes_at_kappa():
     errors = [
         naive.relative_error(dense(numerics.reduced(U, r, torch.Generator().manual_seed(0))), dense(U)) for r in range(1, 11)
     ]
-    assert all(later < earlier for earlier, later in zip(errors, errors[1:], strict=False))
+    assert all(later < earlier for earlier, later in pairwise(errors))
     assert errors[-1] == 0
 
 
@@ -179,7 +181,7 @@ def test_cholesky_escalates_and_says_when_it_fails():
     L, found = numerics.cholesky(S)
     assert found and torch.equal(L, S)
     S = torch.ones(4, 4) - 1e-10 * torch.eye(4)  # slightly indefinite: jitter mends it
-    assert not torch.linalg.cholesky_ex(S).info == 0
+    assert torch.linalg.cholesky_ex(S).info != 0
     L, found = numerics.cholesky(S)
     assert found
     torch.testing.assert_close(L @ L.T, S, rtol=1e-3, atol=1e-3)
@@ -189,3 +191,14 @@ def test_cholesky_escalates_and_says_when_it_fails():
 def test_eigh_of_numbers_that_are_not_finite_does_not_raise():
     values, vectors = numerics.eigh(torch.tensor([[1.0, torch.inf], [torch.inf, 1.0]]))
     assert values.isnan().all() and vectors.isnan().all()
+
+
+def test_eigh_of_graded_float32_grams_is_finite():
+    """In float32, about one in eight of these fails, and some are nan without an error."""
+    for seed in range(40):
+        torch.manual_seed(seed)
+        Y = (torch.randn(200, 64) * torch.logspace(0, -30 + seed % 25, 64)).float()
+        M = numerics.merged(Y, 64, (1, 200, 1))
+        assert M.Q.isfinite().all() and M.eigenvalues.isfinite().all()
+        used = M.eigenvalues > 0
+        assert ((M.Q.T @ M.Q)[used][:, used] - torch.eye(int(used.sum()))).abs().max() < 0.2

@@ -1,0 +1,426 @@
+"""Capture: armed on refresh steps only, in-place safe, inert in copies, gone with the optimizer; what counts as a sample."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import naive
+import pytest
+import torch
+from torch import nn
+
+import seng
+
+FORMS = ("explicit", "implicit", "merged", "auto")
+
+
+def optimizer(model, form="auto", samples=None, **options):
+    curvature = seng.Curvature(form=form, samples=samples, rank=10**6, decay=0, relative_damping=False)
+    defaults = {"lr": 1.0, "momentum": 0.0, "damping": 0.3, "units": "paper", "curvature": curvature}
+    return seng.SENG(model, **(defaults | options))
+
+
+def values(model):
+    return naive.flat([p.detach() for p in model.parameters()]).clone()
+
+
+def reference(u_by_block, damping=0.3):
+    """Dense directions of several blocks, each given as its per-sample gradients and its gradient."""
+    return torch.cat([naive.dense_direction(naive.fisher(u), g, damping) for u, g in u_by_block])
+
+
+def stepped(model, opt):
+    before = values(model)
+    opt.step()
+    return before - values(model)
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.a(x)
+        h += x  # on the very output that was captured
+        h.relu_()
+        out = self.b(h)
+        return out.mul_(2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_place_operations_on_a_captured_output(form):
+    model = InPlace()
+    x, target = torch.randn(6, 4), torch.randn(6, 3)
+    blocks = []
+    for layer in (model.a, model.b):
+        u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
+        blocks.append((u, u.mean(0)))
+    opt = optimizer(model, form)
+    naive.loss_of(model(x), target).backward()
+    assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
+
+
+class Twice(nn.Module):
+    """One layer used twice, with different numbers of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
+
+    def forward(self, x):
+        first = self.norm(self.linear(x).tanh())
+        return self.norm(self.linear(first.mean(1))) + first.sum(1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_used_twice_adds_up_per_sample(form):
+    model = Twice()
+    nn.init.normal_(model.norm.weight)
+    x, target = torch.randn(6, 4, 3), torch.randn(6, 3)
+    blocks = []
+    for layer in (model.linear, model.norm):
+        u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
+        blocks.append((u, u.mean(0)))
+    opt = optimizer(model, form)
+    naive.loss_of(model(x), target).backward()
+    assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the head's; the head has a bias of its own."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 3), nn.Linear(3, 7, bias=bias)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens).tanh())
+
+
+class SharedConv(nn.Module):
+    """Two convolutions of one weight but different strides and biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, stride=2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", ["tied", "tied-no-bias", "shared-convolution"])
+def test_modules_that_share_a_parameter_are_one_block(form, case):
+    model = {"tied": Tied, "tied-no-bias": lambda: Tied(False), "shared-convolution": SharedConv}[case]()
+    x = torch.randn(6, 2, 5, 5) if case == "shared-convolution" else torch.randint(7, (6, 4))
+    target = torch.randn_like(model(x))
+    u = naive.per_sample_gradients(model, x, target)
+    opt = optimizer(model, form)
+    assert len(opt.preconditioner.sites) == 1
+    naive.loss_of(model(x), target).backward()
+    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("samples", [None, 3, 5])
+@pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 2, 3), (2, 2, 2)])
+def test_micro_batches_equal_one_batch(form, samples, sizes):
+    """Accumulation: u_i = B × the captured gradient, the first ϱ samples in order of the micro-batches."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3), nn.LayerNorm(3))
+    x, target = torch.randn(6, 2, 5), torch.randn(6, 3)
+    opt = optimizer(model, form, samples)
+    blocks = []
+    for layer in (model[0], model[3], model[4]):
+        u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
+        blocks.append((u[:samples], u.mean(0)))
+    start = 0
+    for size in sizes:
+        part = slice(start, start + size)
+        (naive.loss_of(model(x[part]), target[part]) * size / 6).backward()
+        start += size
+    assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-10
+
+
+def test_micro_batches_of_different_lengths():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    parts = [torch.randint(5, (2, 4)), torch.randint(5, (3, 7))]
+    targets = [torch.randn(2, 4, 2), torch.randn(3, 7, 2)]
+    blocks = []
+    for layer in (model[0], model[1]):
+        u = torch.cat(
+            [naive.per_sample_gradients(model, x, t, list(layer.parameters())) for x, t in zip(parts, targets, strict=True)]
+        )
+        blocks.append((u, u.mean(0)))
+    opt = optimizer(model, "implicit")
+    for x, target in zip(parts, targets, strict=True):
+        (naive.loss_of(model(x), target) * len(x) / 5).backward()
+    assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
+
+
+def test_several_forwards_in_one_backward_add_up_per_sample():
+    model = nn.Linear(3, 2)
+    x, y, target = torch.randn(5, 3), torch.randn(5, 3), torch.randn(5, 2)
+    u = naive.per_sample_gradients(model, x, target) + naive.per_sample_gradients(model, y, target)
+    opt = optimizer(model)
+    (naive.loss_of(model(x), target) + naive.loss_of(model(y), target)).backward()
+    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
+def test_eval_and_no_grad_forwards_in_between_do_not_count():
+    model = nn.Linear(3, 2)
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    u = naive.per_sample_gradients(model, x, target)
+    opt = optimizer(model)
+    loss = naive.loss_of(model(x), target)
+    with torch.no_grad():
+        model(torch.randn(9, 3))
+    model(torch.randn(4, 3))  # with a graph, but never part of a backward
+    loss.backward()
+    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
+@pytest.mark.parametrize("drop", ["zero_grad", "model.zero_grad", "p.grad = None"])
+def test_captures_of_a_skipped_step_are_dropped(drop):
+    model = nn.Linear(3, 2)
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    u = naive.per_sample_gradients(model, x, target)
+    opt = optimizer(model)
+    naive.loss_of(model(torch.randn(8, 3)), torch.randn(8, 2)).backward()  # and no step
+    if drop == "zero_grad":
+        opt.zero_grad()
+        assert len(opt.preconditioner.samples) == 0
+    elif drop == "model.zero_grad":
+        model.zero_grad()
+    else:
+        for p in model.parameters():
+            p.grad = None
+    naive.loss_of(model(x), target).backward()
+    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_curvature_from_a_batch_of_its_own(form):
+    """S̃_k: M from one batch, g from another; the extra backward leaves no gradient behind."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    other, its_target = torch.randn(8, 3), torch.randn(8, 2)
+    blocks = []
+    for layer in (model[0], model[2]):
+        params = list(layer.parameters())
+        u = naive.per_sample_gradients(model, other, its_target, params)
+        blocks.append((u, naive.per_sample_gradients(model, x, target, params).mean(0)))
+    opt = optimizer(model, form, refresh_every=100)
+    for first in (True, False):  # before the gradient's backward, or after it
+        twin = copy.deepcopy(model)
+        opt = optimizer(twin, form, refresh_every=100)
+        opt.preconditioner.steps = 7  # not a refresh step: asking for it makes it one
+        opt.preconditioner._rearm()
+
+        def feed(twin=twin, opt=opt):
+            with opt.curvature_batch():
+                naive.loss_of(twin(other), its_target).backward()
+
+        if first:
+            feed()
+            assert all(p.grad is None for p in twin.parameters())
+            opt.zero_grad()
+        naive.loss_of(twin(x), target).backward()
+        if not first:
+            feed()
+        assert naive.relative_error(stepped(twin, opt), reference(blocks)) < 1e-9
+        assert not opt.refresh_due
+
+
+def test_unfreezing_and_freezing_while_training():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    opt = optimizer(model, refresh_every=2)
+
+    def direction():
+        opt.zero_grad()
+        naive.loss_of(model(x), target).backward()
+        return stepped(model, opt)
+
+    u = naive.per_sample_gradients(model, x, target, list(model[2].parameters()))
+    assert naive.relative_error(direction()[16:], reference([(u, u.mean(0))])) < 1e-9
+    model[0].requires_grad_(True)
+    model[2].bias.requires_grad_(False)
+    u = naive.per_sample_gradients(model, x, target, list(model[0].parameters()))
+    plain = direction()[:16]  # no refresh yet: the new layer has no curvature, and the frozen bias stays
+    torch.testing.assert_close(plain, u.mean(0) / 0.3)
+    u = naive.per_sample_gradients(model, x, target, list(model[0].parameters()))
+    v = naive.per_sample_gradients(model, x, target, [model[2].weight])
+    want = torch.cat([reference([(u, u.mean(0)), (v, v.mean(0))]), torch.zeros(2)])
+    assert naive.relative_error(direction(), want) < 1e-9
+
+
+def test_frozen_layers_are_not_captured():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[1].requires_grad_(False)
+    opt = optimizer(model)
+    naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2)).backward()
+    (backward,) = opt.preconditioner.samples.backwards.values()
+    assert set(backward.pieces) == {0}
+    opt.step()
+
+
+def test_layers_that_are_not_used_keep_still():
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "idle": nn.Linear(3, 2)})
+    opt = optimizer(model, refresh_every=1)
+    before = model["idle"].weight.detach().clone()
+    for _ in range(2):
+        opt.zero_grad(set_to_none=False)  # leaves gradients of zeros, not None
+        naive.loss_of(model["used"](torch.randn(5, 3)), torch.randn(5, 2)).backward()
+        opt.step()
+    assert torch.equal(model["idle"].weight, before)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_an_empty_batch_and_a_batch_of_one(size):
+    model = nn.Sequential(nn.Conv2d(2, 3, 2, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(48, 2))
+    opt = optimizer(model, refresh_every=1)
+    for count in (4, size, 4):
+        opt.zero_grad()
+        model(torch.randn(count, 2, 3, 3)).square().sum().backward()
+        opt.step()
+        assert values(model).isfinite().all()
+
+
+def test_a_short_last_batch():
+    model = nn.Linear(3, 2)
+    opt = optimizer(model, "explicit", refresh_every=1)
+    for count in (5, 2):
+        x, target = torch.randn(count, 3), torch.randn(count, 2)
+        u = naive.per_sample_gradients(model, x, target)
+        opt.zero_grad()
+        naive.loss_of(model(x), target).backward()
+        assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
+class Positions(nn.Module):
+    """A table of positions whose dimension 0 is time, not the sample: its per-sample gradients cannot be seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(7, 3), nn.Embedding(5, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.tokens(x) + self.places(torch.arange(x.shape[1])))
+
+
+def test_a_layer_whose_dimension_0_is_not_the_sample_takes_the_plain_gradient_and_says_so():
+    model = Positions()
+    x, target = torch.randint(7, (8, 5)), torch.randn(8, 5, 2)
+    opt = optimizer(model)
+    naive.loss_of(model(x), target).backward()
+    before = model.places.weight.detach().clone()
+    with pytest.warns(UserWarning, match="'places' takes the plain gradient: dimension 0 of its input is 5 where the other"):
+        opt.step()
+    torch.testing.assert_close(before - model.places.weight.detach(), model.places.weight.grad / 0.3)
+    model = Positions()
+    strict = optimizer(model, strict=True)
+    naive.loss_of(model(x), target).backward()
+    with pytest.raises(ValueError, match="strict=True: layer 'places'"):
+        strict.step()
+    assert "places" in seng.explain(model, x).uncovered
+
+
+@pytest.mark.parametrize("layout", ["time-first", "flattened"])
+def test_arrange_says_where_the_sample_is(layout):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, target = torch.randn(6, 5, 3), torch.randn(6, 5, 2)
+    blocks = []
+    for layer in (model[0], model[2]):
+        u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
+        blocks.append((u, u.mean(0)))
+    bring, back = {
+        "time-first": (lambda t: t.transpose(0, 1), lambda t: t.transpose(0, 1)),
+        "flattened": (lambda t: t.unflatten(0, (-1, 5)), lambda t: t.flatten(0, 1)),
+    }[layout]
+    for layer in (model[0], model[2]):
+        seng.layers.arrange(layer, bring)
+    opt = optimizer(model)
+    naive.loss_of(bring(model(back(x))), target).backward()
+    assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
+
+
+def test_arrange_none_leaves_a_layer_out():
+    model = Positions()
+    seng.layers.arrange(model.places, None)
+    with pytest.warns(UserWarning, match="places.weight \\(left out on request"):
+        opt = optimizer(model)
+    naive.loss_of(model(torch.randint(7, (8, 5))), torch.randn(8, 5, 2)).backward()
+    opt.step()
+
+
+def test_between_refreshes_nothing_is_stored(monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    opt = optimizer(model, refresh_every=3)
+    calls = []
+    receive = opt.preconditioner.capture.receive
+    monkeypatch.setattr(opt.preconditioner.capture, "receive", lambda *a: (calls.append(1), receive(*a)))
+    saved = []
+    for _ in range(6):
+        stored = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, stored=stored: (stored.append(t), t)[1], lambda t: t):
+            loss = naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))
+        opt.zero_grad()
+        loss.backward()
+        assert (len(opt.preconditioner.samples) > 0) == opt.refresh_due
+        opt.step()
+        assert len(opt.preconditioner.samples) == 0
+        saved.append((len(calls), len(stored)))
+    calls_after, tensors = zip(*saved, strict=True)
+    assert calls_after == (2, 2, 2, 4, 4, 4)
+    plain = copy.deepcopy(model)
+    stored = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (stored.append(t), t)[1], lambda t: t):
+        naive.loss_of(plain(torch.randn(5, 3)), torch.randn(5, 2))
+    assert tensors[1] == tensors[2] == len(stored) < tensors[0]
+
+
+def test_hooks_go_with_the_optimizer():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    opt = optimizer(model)
+    assert all(len(layer._forward_hooks) == 1 for layer in model)
+    gone = weakref.ref(opt.preconditioner)
+    del opt
+    gc.collect()
+    assert gone() is None
+    assert all(len(layer._forward_hooks) == 0 for layer in model)
+
+
+def test_copies_and_pickles_of_the_model_are_inert():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    opt = optimizer(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.optim.swa_utils.AveragedModel(model)):
+        naive.loss_of(twin(torch.randn(5, 3)), torch.randn(5, 2)).backward()
+        assert len(opt.preconditioner.samples) == 0
+    assert seng.SENG(copy.deepcopy(model), lr=0.1).refresh_due
+
+
+def test_keyword_inputs_are_captured():
+    model = nn.Linear(3, 2)
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    u = naive.per_sample_gradients(model, x, target)
+    opt = optimizer(model)
+    naive.loss_of(model(input=x), target).backward()
+    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
+def test_attention_is_left_out_with_the_reason():
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    with pytest.warns(UserWarning, match="self_attn.out_proj.weight .*does not call it as a module"):
+        opt = optimizer(model, refresh_every=1)
+    for _ in range(2):
+        opt.zero_grad()
+        model(torch.randn(3, 5, 4)).square().mean().backward()
+        opt.step()
+    assert values(model).isfinite().all()
+    assert {"linear1", "linear2", "norm1", "norm2"} == set(opt.diagnostics())

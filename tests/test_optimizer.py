@@ -1,0 +1,498 @@
+"""SENG as an optimizer: SGD in the limit, damping and decay against dense references, groups, resuming, bad input."""
+
+import copy
+import io
+import itertools
+import warnings
+
+import naive
+import pytest
+import torch
+from torch import nn
+
+import seng
+from seng.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
+
+PAPER = {"relative_damping": False, "decay": 0}
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3)
+    )
+
+
+def batch(seed: int, size: int = 9):
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(size, 2, 4, 4, generator=generator),
+        torch.randn(size, 3, generator=generator),
+    )
+
+
+def train(model, opt, steps, start=0):
+    for i in range(start, start + steps):
+        x, target = batch(i)
+        opt.zero_grad()
+        naive.loss_of(model(x), target).backward()
+        opt.step()
+
+
+def parameters(model) -> torch.Tensor:
+    return naive.flat([p.detach() for p in model.parameters()]).clone()
+
+
+@pytest.mark.parametrize("form", ["explicit", "implicit", "merged", "auto"])
+@pytest.mark.parametrize("damping", [1e15, 1e300, float("inf")])
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("recipe", [{}, {"momentum": 0.0}, {"nesterov": True}, {"maximize": True, "lr": 1e-4}], ids=str)
+def test_infinite_damping_is_sgd(form, damping, relative, recipe):
+    options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.05} | recipe
+    ours, theirs = network(), network()
+    curvature = seng.Curvature(form=form, decay=0, relative_damping=relative)
+    train(ours, seng.SENG(ours, damping=damping, refresh_every=3, curvature=curvature, **options), 20)
+    train(theirs, torch.optim.SGD(theirs.parameters(), **options), 20)
+    assert naive.relative_error(parameters(ours), parameters(theirs)) < 1e-12
+
+
+def layer_gradients(model, x, target, layer):
+    return naive.per_sample_gradients(model, x, target, list(layer.parameters()))
+
+
+def plain_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("form", ["explicit", "implicit", "merged", "auto"])
+def test_relative_damping_is_a_fraction_of_the_largest_eigenvalue(form):
+    model = plain_network()
+    x, target = torch.randn(8, 5), torch.randn(8, 3)
+    want = []
+    for layer in (model[0], model[2], model[3]):
+        u = layer_gradients(model, x, target, layer)
+        M = naive.fisher(u)
+        lam = 0.2 * float(torch.linalg.eigvalsh(M)[-1])
+        want.append(lam * naive.dense_direction(M, u.mean(0), lam))
+    before = parameters(model)
+    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=0.2, curvature=seng.Curvature(form=form, decay=0, rank=99))
+    naive.loss_of(model(x), target).backward()
+    opt.step()
+    assert naive.relative_error(before - parameters(model), torch.cat(want)) < 1e-9
+
+
+def test_decay_accumulates_the_curvature_of_refreshes():
+    """M ← δM + (1 − δ)M_new, the first with weight 1; for every layer, the norm's too."""
+    model = plain_network()
+    curvature = seng.Curvature(decay=0.7, relative_damping=False, rank=99)
+    opt = seng.SENG(model, lr=0.1, momentum=0.0, damping=0.3, units="paper", refresh_every=2, curvature=curvature)
+    layers = (model[0], model[2], model[3])
+    M = {}
+    for step in range(7):
+        x, target = torch.randn(6, 5), torch.randn(6, 3)
+        want = []
+        for layer in layers:
+            u = layer_gradients(model, x, target, layer)
+            if step % 2 == 0:
+                M[layer] = 0.7 * M[layer] + 0.3 * naive.fisher(u) if layer in M else naive.fisher(u)
+            want.append(0.1 * naive.dense_direction(M[layer], u.mean(0), 0.3))
+        before = parameters(model)
+        opt.zero_grad()
+        naive.loss_of(model(x), target).backward()
+        opt.step()
+        assert naive.relative_error(before - parameters(model), torch.cat(want)) < 1e-9
+
+
+def test_decay_of_an_embedding():
+    model = nn.Embedding(6, 3)
+    curvature = seng.Curvature(decay=0.5, relative_damping=False, rank=99)
+    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=0.3, units="paper", refresh_every=1, curvature=curvature)
+    M = None
+    for _ in range(3):
+        x, target = torch.randint(6, (5, 4)), torch.randn(5, 4, 3)
+        u = naive.per_sample_gradients(model, x, target)
+        M = naive.fisher(u) if M is None else 0.5 * M + 0.5 * naive.fisher(u)
+        before = parameters(model)
+        opt.zero_grad()
+        naive.loss_of(model(x), target).backward()
+        opt.step()
+        assert naive.relative_error(before - parameters(model), naive.dense_direction(M, u.mean(0), 0.3)) < 1e-9
+
+
+def test_groups_take_their_own_values_and_a_changed_damping_acts_at_the_next_step():
+    model = plain_network()
+    groups = [
+        {"params": [*model[0].parameters(), *model[2].parameters()], "lr": 0.5, "damping": 0.1},
+        {"params": [model[3].weight]},
+        {"params": [model[3].bias], "lr": 0.25, "weight_decay": 0.1},
+    ]
+    opt = seng.SENG(groups, lr=1.0, momentum=0.0, damping=0.7, module=model, curvature=seng.Curvature(**PAPER), refresh_every=9)
+    x, target = torch.randn(6, 5), torch.randn(6, 3)
+    M = {}
+    for damping in (0.7, 0.2):
+        opt.param_groups[1]["damping"] = opt.param_groups[2]["damping"] = damping
+        want = []
+        for layer, lam, lrs, decays in (
+            (model[0], 0.1, (0.5, 0.5), (0, 0)),
+            (model[2], 0.1, (0.5, 0.5), (0, 0)),
+            (model[3], damping, (1.0, 0.25), (0, 0.1)),
+        ):
+            u = layer_gradients(model, x, target, layer)
+            M.setdefault(layer, naive.fisher(u))
+            d = lam * naive.dense_direction(M[layer], u.mean(0), lam)
+            parts = d.split([p.numel() for p in layer.parameters()])
+            for part, p, lr, decay in zip(parts, layer.parameters(), lrs, decays, strict=True):
+                want.append(lr * (part + decay * p.detach().flatten()))
+        before = parameters(model)
+        opt.zero_grad()
+        naive.loss_of(model(x), target).backward()
+        opt.step()
+        assert naive.relative_error(before - parameters(model), torch.cat(want)) < 1e-9
+
+
+def test_two_dampings_in_one_layer_are_an_error():
+    model = nn.Linear(3, 2)
+    opt = seng.SENG([{"params": [model.weight]}, {"params": [model.bias], "damping": 0.5}], module=model)
+    naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+    with pytest.raises(ValueError, match=r"one block but its parameters have the dampings \[0.01, 0.5\]"):
+        opt.step()
+
+
+def test_a_scheduler_drives_lr_and_a_closure_is_run():
+    model = plain_network()
+    opt = seng.SENG(model, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    x, target = torch.randn(6, 5), torch.randn(6, 3)
+
+    def closure():
+        opt.zero_grad()
+        loss = naive.loss_of(model(x), target)
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(30):
+        losses.append(float(opt.step(closure).detach()))
+        scheduler.step()
+    assert losses[-1] < losses[0] and opt.param_groups[0]["lr"] < 1e-8
+    tensor_lr = seng.SENG(plain_network(), lr=torch.tensor(0.1))
+    assert isinstance(tensor_lr.param_groups[0]["lr"], torch.Tensor)
+
+
+FORMS_TO_SAVE = [
+    *({"form": form, "decay": 0} for form in ("explicit", "implicit", "merged")),
+    {"form": "implicit", "rank": 3},
+    {"form": "implicit", "rank": 3, "combine": "independent", "sketch": KroneckerRows(2, 5)},
+    {"decay": 0.6, "rank": 4, "sketch": Rows(20)},
+    *({"form": "explicit", "sketch": sketch} for sketch in (Rows(20), LeverageRows(20), Gaussian(20), CountSketch(20))),
+]
+
+
+@pytest.mark.parametrize("options", FORMS_TO_SAVE, ids=str)
+@pytest.mark.parametrize("stop", [4, 6])
+def test_resuming_continues_bit_for_bit(options, stop):
+    """Saved in the middle of a refresh period (4) and right before a refresh (6), through a file, weights only."""
+
+    def make(seed):
+        model = network(seed)
+        torch.manual_seed(seed + 5)  # the sketches' seed comes from here, and the resumed run has another
+        return model, seng.SENG(model, lr=0.02, refresh_every=3, damping=0.1, curvature=seng.Curvature(**options))
+
+    torch.use_deterministic_algorithms(True)
+    model, opt = make(0)
+    train(model, opt, stop)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    train(model, opt, 8, stop)
+
+    other, resumed = make(1)
+    train(other, resumed, 2)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    other.load_state_dict(state["model"])
+    resumed.load_state_dict(state["opt"])
+    train(other, resumed, 8, stop)
+    torch.use_deterministic_algorithms(False)
+    assert torch.equal(parameters(model), parameters(other))
+
+
+def test_checkpoints_of_sgd_and_without_new_group_options_load():
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, sgd, 2)
+    opt = seng.SENG(model, lr=0.2)
+    opt.load_state_dict(sgd.state_dict())
+    assert opt.param_groups[0]["lr"] == 0.1 and opt.param_groups[0]["damping"] == 0.01
+    train(model, opt, 3)
+    assert parameters(model).isfinite().all()
+
+
+def test_training_with_sketches_leaves_the_global_random_stream_alone():
+    model = network()
+    opt = seng.SENG(model, lr=0.02, refresh_every=1, curvature=seng.Curvature(form="implicit", rank=2, sketch=Rows(5)))
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    train(model, opt, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sketches_follow_torch_manual_seed_and_differ_between_seeds():
+    def run(seed):
+        model = network()
+        torch.manual_seed(seed)
+        train(model, seng.SENG(model, lr=0.02, curvature=seng.Curvature(form="explicit", sketch=Rows(10))), 3)
+        return parameters(model)
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+BAD = {
+    "lr must be at least 0": lambda m: seng.SENG(m, lr=-0.1),
+    "momentum must be at least 0": lambda m: seng.SENG(m, momentum=-1.0),
+    "weight_decay must be at least 0": lambda m: seng.SENG(m, weight_decay=-1.0),
+    "damping is λ, a number above 0, not -1": lambda m: seng.SENG(m, damping=-1.0),
+    "damping is λ, a number above 0, not 0": lambda m: seng.SENG(m, damping=0.0),
+    "damping is λ, a number above 0, not nan": lambda m: seng.SENG(m, damping=float("nan")),
+    "nesterov needs a momentum": lambda m: seng.SENG(m, momentum=0.0, nesterov=True),
+    "rank must be an integer of at least 1, not -2": lambda m: seng.Curvature(rank=-2),
+    "samples must be an integer of at least 1, not 0": lambda m: seng.Curvature(samples=0),
+    "refresh_every is a number of steps, at least 1, not 0": lambda m: seng.SENG(m, refresh_every=0),
+    "unknown form 'dense'; use one of 'auto', 'explicit'": lambda m: seng.Curvature(form="dense"),
+    "unknown combine 'sum'": lambda m: seng.Curvature(combine="sum"),
+    "unknown fisher 'true'": lambda m: seng.Curvature(fisher="true"),
+    "only the merged form can accumulate": lambda m: seng.Curvature(form="explicit", decay=0.5),
+    "only the merged form can": lambda m: seng.Curvature(form="implicit", decay=0.5),
+    r"decay must lie in \[0, 1\), not 1": lambda m: seng.Curvature(decay=1.0),
+    "combine='independent' .* is the implicit form's": lambda m: seng.Curvature(form="merged", combine="independent"),
+    "memory is bytes": lambda m: seng.Curvature(memory=-5),
+    r"memory is bytes \(an int\) or a fraction in \(0, 1\], not 1.5": lambda m: seng.Curvature(memory=1.5),
+    "the damping cannot be relative": lambda m: seng.SENG(m, units="paper"),
+    "unknown units 'si'": lambda m: seng.SENG(m, units="si"),
+    "unknown strategy 'shared'": lambda m: seng.SENG(m, strategy="shared"),
+    "no layer of Sequential is covered.*no rule for LSTM": lambda m: seng.SENG(nn.Sequential(nn.LSTM(2, 2)), lr=0.1),
+    "1 of 9 parameters are not the module's": lambda m: seng.SENG([*m.parameters(), nn.Parameter(torch.zeros(3))], module=m),
+    "is a module and module=… is another": lambda m: seng.SENG(m, module=network()),
+    "strict=True: these parameters take the plain gradient: 1.weight_ih_l0": lambda m: seng.SENG(
+        nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), strict=True
+    ),
+    "strict=True: no module was given": lambda m: seng.SENG(m.parameters(), strict=True),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_with_the_reason(message):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=message):
+        BAD[message](model)
+
+
+def test_bad_types_are_refused():
+    with pytest.raises(TypeError, match="sketch is None or one of seng.sketch"):
+        seng.Curvature(sketch="rows")
+    with pytest.raises(TypeError, match=r"curvature is a seng\.Curvature"):
+        seng.SENG(network(), curvature={"rank": 3})
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        seng.SENG(network(), dampening=0.1)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        seng.SENG([])
+
+
+def test_a_sketch_larger_than_the_layer_is_said_once():
+    model = network()
+    opt = seng.SENG(model, lr=0.01, refresh_every=1, curvature=seng.Curvature(sketch=Rows(10**6)))
+    with pytest.warns(UserWarning, match=r"Rows\(q=1000000, replacement=False\) is larger than layer '0'") as caught:
+        train(model, opt, 3)
+    assert len(caught) == 1
+
+
+def test_a_gradient_without_a_capture_is_an_error():
+    model = network()
+    x, target = batch(0)
+    loss = naive.loss_of(model(x), target)  # the forward ran before the optimizer was there
+    opt = seng.SENG(model, lr=0.1)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="layer '0' has a gradient but was not captured on this refresh step"):
+        opt.step()
+
+
+def test_parameters_without_a_module_warn_once_and_are_sgd():
+    ours, theirs = network(), network()
+    with pytest.warns(UserWarning, match="this is SGD; write SENG") as caught:
+        opt = seng.SENG(ours.parameters(), lr=0.1)
+    train(ours, opt, 3)
+    train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), 3)
+    assert len(caught) == 1 and torch.equal(parameters(ours), parameters(theirs))
+    with pytest.raises(RuntimeError, match="built without a module"):
+        opt.diagnostics()
+
+
+def test_uncovered_layers_take_the_plain_gradient_with_one_warning():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return self.scale * self.linear(x)
+
+    for units, divisor in (("sgd", 1.0), ("paper", 0.3)):
+        model = Net()
+        with pytest.warns(UserWarning, match=r"plain gradient: scale \(no rule for Net"):
+            opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=0.3, units=units, curvature=seng.Curvature(**PAPER))
+        naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+        before = model.scale.detach().clone()
+        opt.step()
+        torch.testing.assert_close(before - model.scale.detach(), model.scale.grad / divisor)
+
+
+@pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
+def test_zero_gradients_and_zero_curvature(form):
+    model = nn.Linear(3, 2)
+    opt = seng.SENG(model, lr=0.1, curvature=seng.Curvature(form=form), refresh_every=1)
+    before = parameters(model)
+    (model(torch.zeros(4, 3)) * 0).sum().backward()
+    opt.step()
+    assert torch.equal(parameters(model), before)
+    opt.zero_grad()
+    model(torch.zeros(4, 3)).square().sum().backward()
+    model.weight.grad.fill_(1.0)  # a gradient where there is no curvature
+    model.bias.grad.zero_()
+    opt.param_groups[0]["momentum"] = 0.0
+    opt.step()
+    torch.testing.assert_close(parameters(model)[:6], before[:6] - 0.1)
+
+
+@pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
+def test_bad_captures_never_reach_the_parameters(form, bad):
+    """Captures that are not finite (or overflow when squared) drop the refresh; the gradient itself was clipped to be fine."""
+    model = nn.Linear(3, 2)
+    opt = seng.SENG(model, lr=0.1, refresh_every=1, damping=0.1, curvature=seng.Curvature(form=form))
+    for step in range(4):
+        opt.zero_grad()
+        x, scale = torch.randn(4, 3), torch.ones(4, 1)
+        if step in (0, 2):
+            scale[1] = bad
+        naive.loss_of(model(x) * scale, torch.randn(4, 2)).backward()
+        for p in model.parameters():
+            p.grad.nan_to_num_(0, 0, 0).clamp_(-1, 1)
+        if step == 0:
+            before = parameters(model)
+            with pytest.warns(UserWarning, match="a refresh was dropped, its captures are not finite"):
+                opt.step()
+            plain = naive.flat([p.grad for p in model.parameters()])
+            torch.testing.assert_close(before - parameters(model), 0.1 * plain)
+        else:
+            opt.step()
+        assert parameters(model).isfinite().all()
+    assert opt.diagnostics()["Linear"]["refreshes_dropped"] == 2
+
+
+def test_a_failed_factorization_falls_back_to_the_plain_gradient_and_is_counted():
+    model = nn.Linear(3, 2)
+    opt = seng.SENG(model, lr=0.1, momentum=0.0, refresh_every=9, curvature=seng.Curvature(form="explicit", **PAPER))
+    for _ in range(2):
+        opt.zero_grad()
+        naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+        opt.step()
+    block = opt.preconditioner.blocks[0]
+    block.gram.neg_().mul_(1e6)  # nothing that adds jitter can save it
+    opt.param_groups[0]["damping"] = 0.02
+    opt.zero_grad()
+    naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+    before = parameters(model)
+    opt.step()
+    torch.testing.assert_close(before - parameters(model), 0.1 * naive.flat([p.grad for p in model.parameters()]))
+    assert opt.diagnostics()["Linear"]["solves_failed"] >= 1
+
+
+def test_diagnostics_tell_form_rank_and_bytes():
+    model = network()
+    opt = seng.SENG(model, lr=0.01)
+    train(model, opt, 1)
+    report = opt.diagnostics()
+    assert list(report) == ["0", "1", "4"]
+    for entry in report.values():
+        assert entry["form"] == "merged" and entry["bytes"] > 0 and entry["top_eigenvalue"] > 0
+        assert 1 <= entry["effective_rank"] <= entry["columns"] and entry["solves_failed"] == 0
+
+
+def test_refresh_on_the_first_step_and_then_every_T():
+    model = network()
+    opt = seng.SENG(model, lr=0.01, refresh_every=4)
+    due = []
+    for i in range(9):
+        due.append(opt.refresh_due)
+        train(model, opt, 1, i)
+    assert due == [True, False, False, False, True, False, False, False, True]
+
+
+def test_add_param_group_covers_the_new_layer():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    opt = seng.SENG([{"params": list(model[0].parameters())}], lr=0.1, module=model, refresh_every=2)
+    x, target = torch.randn(6, 5), torch.randn(6, 3)
+
+    def step():
+        opt.zero_grad()
+        naive.loss_of(model(x), target).backward()
+        opt.step()
+
+    step()
+    opt.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
+    step()
+    step()
+    assert opt.diagnostics()["2"]["form"] == "merged" and opt.preconditioner.steps == 3
+    assert len(model[0]._forward_hooks) == 1
+
+
+def test_every_combination_of_options_trains():
+    for form, combine, sketch, relative, samples in itertools.product(
+        ("auto", "explicit", "implicit", "merged"),
+        ("exact", "independent"),
+        (None, Rows(16), KroneckerRows(3, 4)),
+        (True, False),
+        (None, 4),
+    ):
+        if combine == "independent" and form in ("explicit", "merged"):
+            continue
+        model = network()
+        curvature = seng.Curvature(
+            form=form, combine=combine, sketch=sketch, relative_damping=relative, samples=samples, rank=3
+        )
+        opt = seng.SENG(model, lr=0.001, damping=0.5, refresh_every=2, curvature=curvature)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(model, opt, 3)
+        assert parameters(model).isfinite().all()
+
+
+def test_float32_and_bfloat16_parameters_solve_in_float32():
+    for dtype in (torch.float32, torch.bfloat16):
+        model = plain_network().to(dtype)
+        opt = seng.SENG(model, lr=0.01)
+        loss = naive.loss_of(model(torch.randn(6, 5, dtype=dtype)), torch.randn(6, 3, dtype=dtype))
+        loss.backward()
+        opt.step()
+        assert opt.preconditioner.blocks[0].gram.dtype == torch.float32
+        assert model[0].weight.dtype == dtype and model[0].weight.isfinite().all()
+
+
+def test_sparse_and_complex_are_refused():
+    table = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    with pytest.warns(UserWarning, match="sparse gradients"):
+        opt = seng.SENG(table, lr=0.1)
+    table(torch.randint(5, (4,))).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        opt.step()
+    with pytest.warns(UserWarning, match="complex parameters are not supported"):
+        seng.SENG(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex128), nn.Linear(2, 2)), lr=0.1)
+
+
+def test_deepcopied_model_trains_on_its_own():
+    model = network()
+    opt = seng.SENG(model, lr=0.01, refresh_every=1)
+    twin = copy.deepcopy(model)
+    x, target = batch(0)
+    naive.loss_of(twin(x), target).backward()
+    assert len(opt.preconditioner.samples) == 0

@@ -1,0 +1,137 @@
+"""The plan's rules, the memory budget, and explain: the paper's Table 1 from a ResNet50."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import seng
+from seng.lab.models import resnet50
+from seng.plan import Dims, paper_form, plan
+
+TABLE_1 = {  # case: (n, n_G, n_A, κ), and a layer of ResNet50 that has it
+    "I": ((9_408, 64, 147, 12_544), "explicit"),
+    "II": ((147_456, 128, 1_152, 784), "explicit"),
+    "III": ((524_288, 1_024, 512, 196), "explicit"),
+    "IV": ((1_048_576, 2_048, 512, 49), "implicit"),
+    "V": ((2_359_296, 512, 4_608, 49), "implicit"),
+    "VI": ((2_049_000, 1_000, 2_049, 1), "implicit"),
+}
+
+
+@pytest.fixture(scope="module")
+def explanation():
+    torch.set_default_dtype(torch.float32)
+    return seng.explain(resnet50(), torch.randn(1, 3, 224, 224))
+
+
+@pytest.mark.parametrize("case", TABLE_1)
+def test_explain_reproduces_table_1(explanation, case):
+    found = {(p.dims.n, p.dims.shape[1], p.dims.shape[2], p.dims.kappa): p for p in explanation.plans}
+    dims, form = TABLE_1[case]
+    assert dims in found
+    assert paper_form(found[dims].dims)[0] == form
+
+
+def test_explain_of_resnet50_covers_everything(explanation):
+    assert len(explanation.plans) == 53 + 53 + 1  # convolutions, norms, the linear layer
+    assert sum(p.dims.n for p in explanation.plans) == 25_557_032
+    assert not explanation.uncovered
+    text = str(explanation)
+    assert "2,049,000" in text and "107 layers covered" in text
+
+
+def test_explain_changes_nothing():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+    model[2].eval()
+    before = copy.deepcopy(model.state_dict())
+    stream = torch.get_rng_state()
+    seng.explain(model, torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model.training and not model[2].training and not model[0]._forward_hooks
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_explain_takes_tensors_tuples_pairs_and_dicts():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x, scale):
+            return self.linear(x) * scale
+
+    x = torch.randn(5, 3)
+    for batch in ((x, 2.0), {"x": x, "scale": 2.0}):
+        assert seng.explain(Two(), batch).plans[0].dims.samples == 5
+    assert seng.explain(nn.Linear(3, 2), (x, torch.zeros(5))).plans[0].dims.n == 8
+
+
+def test_explain_tells_what_is_not_covered_and_why():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 2))
+    explanation = seng.explain(model, torch.randn(2, 5, 3))
+    assert "no rule for LSTM" in explanation.uncovered["1.weight_ih_l0"]
+    assert "plain gradient: 1.weight_ih_l0: no rule for LSTM" in str(explanation)
+
+
+LARGE = Dims("large", (1, 1000, 2000), 1, 256, None)
+SMALL = Dims("small", (1, 10, 20), 4, 256, None)
+NORM = Dims("norm", (1, 1, 128), 1, 256, "explicit")
+WORDS = Dims("words", (1, 50_000, 768), 64, 256, "lookup")
+
+
+def forms(curvature, *dims, budget=None):
+    return [p.form for p in plan(dims, curvature, budget)]
+
+
+def test_the_rules_of_the_automatic_plan():
+    accumulate, replace = seng.Curvature(rank=16), seng.Curvature(rank=16, decay=0)
+    assert forms(accumulate, LARGE, SMALL, NORM, WORDS) == ["merged", "merged", "merged", "lookup"]
+    assert forms(replace, LARGE, SMALL, NORM, WORDS) == ["merged", "merged", "explicit", "lookup"]
+    assert forms(seng.Curvature(rank=256, decay=0), LARGE, SMALL) == ["implicit", "explicit"]
+    assert forms(seng.Curvature(combine="independent"), LARGE, SMALL) == ["implicit", "explicit"]
+    for form in ("explicit", "implicit", "merged"):
+        chosen = forms(seng.Curvature(form=form, decay=0), LARGE, SMALL, NORM, WORDS)
+        assert chosen == [form, form, "explicit", "lookup"]
+    assert all(p.why for p in plan([LARGE, SMALL, NORM, WORDS], accumulate))
+
+
+def test_the_planned_bytes_are_those_that_are_kept():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10))
+    x = torch.randn(16, 3, 8, 8)
+    for options in ({"form": "explicit"}, {"form": "implicit", "rank": 5}, {"form": "merged", "rank": 7, "decay": 0}):
+        curvature = seng.Curvature(**options)
+        opt = seng.SENG(model, lr=0.1, curvature=curvature)
+        model(x).square().mean().backward()
+        opt.step()
+        planned = {p.dims.name: p.bytes for p in seng.explain(model, x, curvature).plans}
+        for name, entry in opt.diagnostics().items():
+            overhead = 8 * 16 if entry["form"] == "merged" else 0  # the eigenvalues
+            assert planned[name] <= entry["bytes"] <= planned[name] + overhead
+
+
+@pytest.mark.parametrize("budget", [10**8, 10**7, 10**6, 10**5, 10])
+def test_the_budget_holds(budget):
+    chosen = plan([LARGE, SMALL, NORM], seng.Curvature(rank=64), budget)
+    assert sum(p.bytes for p in chosen) <= budget
+    if budget == 10**7:
+        assert chosen[0].rank < 64 and "to fit memory" in chosen[0].why
+    if budget == 10:
+        assert all(p.form == "plain" and "does not fit into 10 B" in p.why for p in chosen)
+
+
+def test_a_budget_in_the_optimizer():
+    model = nn.Sequential(nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 30))
+    opt = seng.SENG(model, lr=0.1, curvature=seng.Curvature(rank=32, memory=30_000 * 8))
+    model(torch.randn(64, 50)).square().mean().backward()
+    opt.step()
+    assert sum(block.U.bytes for block in opt.preconditioner.blocks.values()) <= 31_000 * 8
+    assert opt.preconditioner.plans[0].rank == 8
+    fraction = seng.SENG(model, lr=0.1, curvature=seng.Curvature(memory=0.5))
+    assert fraction.preconditioner.budget > 10**6
+    tight = seng.SENG(model, lr=0.1, curvature=seng.Curvature(form="explicit", memory=1000))
+    model(torch.randn(64, 50)).square().mean().backward()
+    with pytest.raises(ValueError, match=r"form='explicit' needs .* where memory=1000 allows 1000 B"):
+        tight.step()
