@@ -27,12 +27,20 @@ def cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
 def eigh(S: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, descending and never negative, and eigenvectors; not a number where S is not finite.
 
-    In float64: in float32 the CPU's routine may fail, or silently return nan, on the graded Grams that accumulation makes.
+    In float64 on the CPU, whose float32 routine fails, or silently returns nan, on some of the graded Grams that accumulation
+    makes; elsewhere float64 is the second try.
     """
     if not S.isfinite().all():
         return torch.full_like(S[0], torch.nan), torch.full_like(S, torch.nan)
-    values, vectors = torch.linalg.eigh(((S + S.T) / 2).to(wide(S)))
-    return values.flip(0).clamp_min(0).to(S.dtype), vectors.flip(1).to(S.dtype)
+    S = (S + S.T) / 2
+    for dtype in (wide(S),) if S.device.type == "cpu" else (S.dtype, wide(S)):
+        try:
+            values, vectors = torch.linalg.eigh(S.to(dtype))
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            continue
+        if vectors.isfinite().all():
+            return values.flip(0).clamp_min(0).to(S.dtype), vectors.flip(1).to(S.dtype)
+    return torch.full_like(S[0], torch.nan), torch.full_like(S, torch.nan)
 
 
 def wide(S: Tensor) -> torch.dtype:

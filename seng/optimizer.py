@@ -144,6 +144,21 @@ class SENG(Optimizer):
             for p, buffer in zip(params, buffers, strict=True):
                 self.state[p]["momentum_buffer"] = buffer
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For deepcopy and pickle: a copy is covered as the original is, over the module that is copied along with it."""
+        curvature = None if self.preconditioner is None else self.preconditioner.state()
+        ours = {"_module": self._module, "_engine": self._engine, "_units": self._units, "_curvature": curvature}
+        return {**super().__getstate__(), **ours}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        curvature = state.pop("_curvature", None)
+        super().__setstate__(state)
+        if "_module" in state:  # torch's load_state_dict comes by here too, with groups and momentum alone
+            self.preconditioner = None
+            if self._module is not None:
+                self.preconditioner = self._engine(self._module, self._params())
+                self.preconditioner.load_state(curvature or {})
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what was captured along with the gradients goes with them."""
         super().zero_grad(set_to_none)

@@ -119,16 +119,15 @@ class Preconditioner:
         return out
 
     def _refresh(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        found: dict[int, Operator] = {}
+        found: list[int] = []
         for index, site in enumerate(self.sites):
             reason = self.samples.mismatch(index)
             if reason is not None:
                 self._refuse(f"layer '{site.name}' takes the plain gradient: {reason}")
                 self.blocks.pop(index, None)
                 continue
-            U = self.samples.U(index, _dtype(site.lead))
-            if U is not None:
-                found[index] = U
+            if self.samples.captured(index):
+                found.append(index)
             elif any(s.param in grads and grads[s.param].any() for s in site.active()):
                 raise RuntimeError(
                     f"layer '{site.name}' has a gradient but was not captured on this refresh step. Its forward must run "
@@ -145,10 +144,11 @@ class Preconditioner:
             sketch = self.curvature.sketch
             if sketch is not None and chosen.dims.own is None and sketch.exceeds(chosen.dims.shape):
                 self._say_once("sketch", f"{sketch} is larger than layer '{chosen.dims.name}', which is then taken exactly")
-            block = build(found[index], chosen, self.curvature, self._generator(index), self.blocks.get(index))
+            U = self.samples.take(index, _dtype(self.sites[index].lead))
+            block = build(U, chosen, self.curvature, self._generator(index), self.blocks.get(index))
             if block is not None:
                 self.blocks[index], self.covered[index] = block, self.samples.active[index]
-            elif found[index].samples:  # the last good curvature stays; without one the layer takes the plain gradient
+            elif U.samples:  # the last good curvature stays; without one the layer takes the plain gradient
                 self.failures[index] = self.failures.get(index, 0) + 1
                 name = self.sites[index].name
                 self._say_once(name, f"layer '{name}': a refresh was dropped, its captures are not finite (see diagnostics())")

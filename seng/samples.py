@@ -56,10 +56,11 @@ class Samples:
         """Called inside the backward: turn (a, g) into what the block needs; nothing raw is kept."""
         index, member = self.layers[layer]
         site = self.sites[index]
-        backward = self._current()
-        active = self.active.setdefault(index, site.active())
-        if not active:
+        active = self.active.get(index) or site.active()
+        if not any(_accumulates(segment.param) for segment in active):
             return
+        backward = self._current()
+        self.active[index] = active
         a, g = member.sample_first(a, g)
         count = a.shape[0]
         before = sum(other.samples for other in self.backwards.values() if other is not backward)
@@ -108,15 +109,26 @@ class Samples:
                 return differs(count, backward.samples)
         return None
 
-    def U(self, index: int, dtype: torch.dtype) -> Operator | None:
-        """U (n, ϱ) of a site with columns u_i/√ϱ, or None if it was not captured."""
-        pieces = [b.pieces[index] for b in self.backwards.values() if index in b.pieces]
-        if not pieces:
-            return None
+    def captured(self, index: int) -> bool:
+        """Whether a backward reached the site."""
+        return any(index in backward.pieces for backward in self.backwards.values())
+
+    def take(self, index: int, dtype: torch.dtype) -> Operator:
+        """U (n, ϱ) of a captured site with columns u_i/√ϱ; its pieces are let go, so that one U at a time is whole."""
         B = self.total
         rho = B if self.limit is None else min(B, self.limit)
-        U = stacked([piece.to(dtype) for piece in pieces])
-        return U.scaled(B / max(rho, 1) ** 0.5)
+        pieces = [backward.pieces.pop(index) for backward in self.backwards.values() if index in backward.pieces]
+        return stacked([piece.to(dtype) for piece in pieces]).scaled(B / max(rho, 1) ** 0.5)
+
+
+def _accumulates(p: nn.Parameter) -> bool:
+    """Whether the running backward reaches p: not so when only a gradient of the inputs is asked for (a gradient penalty)."""
+    if not p.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
+    except RuntimeError:  # torch.autograd.grad was asked for gradients of parameters, and does not say which
+        return True
 
 
 def _positions(U: Operator) -> int:

@@ -424,3 +424,24 @@ def test_attention_is_left_out_with_the_reason():
         opt.step()
     assert values(model).isfinite().all()
     assert {"linear1", "linear2", "norm1", "norm2"} == set(opt.diagnostics())
+
+
+def test_a_gradient_with_respect_to_the_input_alone_does_not_count():
+    model = nn.Linear(3, 2)
+    x, target = torch.randn(5, 3, requires_grad=True), torch.randn(5, 2)
+    u = naive.per_sample_gradients(model, x, target)
+    opt = optimizer(model)
+    torch.autograd.grad(model(x).sum(), x)
+    naive.loss_of(model(x), target).backward()
+    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
+def test_gradients_that_are_assigned_by_hand():
+    model = nn.Linear(3, 2)
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    u = naive.per_sample_gradients(model, x, target)
+    opt = optimizer(model)
+    grads = torch.autograd.grad(naive.loss_of(model(x), target), list(model.parameters()))
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.grad = grad
+    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9

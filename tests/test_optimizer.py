@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import pickle
 import warnings
 
 import naive
@@ -496,3 +497,17 @@ def test_deepcopied_model_trains_on_its_own():
     x, target = batch(0)
     naive.loss_of(twin(x), target).backward()
     assert len(opt.preconditioner.samples) == 0
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_model_and_optimizer_trains_alike_and_apart(how):
+    model = network()
+    opt = seng.SENG(model, lr=0.02, refresh_every=3)
+    train(model, opt, 4)
+    twin, its_opt = how((model, opt))
+    assert its_opt.preconditioner.sites[0].lead is twin[0].weight
+    before = parameters(twin)
+    train(model, opt, 4, 4)
+    assert torch.equal(parameters(twin), before)
+    train(twin, its_opt, 4, 4)
+    assert torch.equal(parameters(twin), parameters(model))

@@ -1,0 +1,106 @@
+"""On a GPU: directions as on the CPU, sketches drawn there, mixed precision, moving a checkpoint. Skipped without one."""
+
+import copy
+
+import naive
+import pytest
+import torch
+from conftest import LAYERS
+from torch import nn
+
+import seng
+from seng.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+@pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
+def test_direction_on_the_gpu_is_the_dense_solve(case, form):
+    layer = case.layer()
+    x, target = case.input(7), case.target(layer, 7)
+    u = naive.per_sample_gradients(layer, x, target)
+    want = naive.dense_direction(naive.fisher(u), u.mean(0), 0.3)
+    layer = layer.cuda()
+    curvature = seng.Curvature(form=form, rank=10**6, decay=0, relative_damping=False)
+    opt = seng.SENG(layer, lr=1.0, momentum=0.0, damping=0.3, units="paper", curvature=curvature)
+    before = naive.flat([p.detach().clone() for p in layer.parameters()])
+    naive.loss_of(layer(x.cuda()), target.cuda()).backward()
+    opt.step()
+    got = before - naive.flat([p.detach() for p in layer.parameters()])
+    assert naive.relative_error(got.cpu(), want) < 1e-9
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(288, 10)).to(
+        "cuda", torch.float32
+    )
+
+
+def train(model, opt, steps, autocast=None):
+    losses = []
+    for i in range(steps):
+        generator = torch.Generator().manual_seed(i % 4)
+        x = torch.randn(32, 3, 8, 8, generator=generator).to("cuda", torch.float32)
+        y = torch.randint(10, (32,), generator=generator).cuda()
+        opt.zero_grad()
+        with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("sketch", [None, Rows(64), LeverageRows(64), Gaussian(64), CountSketch(64), KroneckerRows(4, 16)])
+@pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
+def test_training_with_every_form_and_sketch(form, sketch):
+    model = network()
+    opt = seng.SENG(model, lr=0.05, refresh_every=5, curvature=seng.Curvature(form=form, sketch=sketch, rank=8))
+    torch.manual_seed(1)
+    before, on_device = torch.get_rng_state(), torch.cuda.get_rng_state()
+    losses = train(model, opt, 25)
+    assert losses[-1] < losses[0]
+    assert torch.equal(torch.get_rng_state(), before) and torch.equal(torch.cuda.get_rng_state(), on_device)
+
+
+def test_bfloat16_autocast_follows_float32():
+    exact, mixed = network(), network()
+    train(exact, seng.SENG(exact, lr=0.05, refresh_every=5), 10)
+    losses = train(mixed, seng.SENG(mixed, lr=0.05, refresh_every=5), 10, torch.bfloat16)
+    assert losses[-1] < losses[0]
+    start = naive.flat([p.detach() for p in network().parameters()])
+    moved = [naive.flat([p.detach() for p in m.parameters()]) - start for m in (exact, mixed)]
+    assert float(torch.nn.functional.cosine_similarity(*moved, dim=0)) > 0.95
+
+
+def test_a_step_between_refreshes_does_not_wait_for_the_device():
+    model = network()
+    opt = seng.SENG(model, lr=0.05, refresh_every=100)
+    train(model, opt, 2)
+    x, y = torch.randn(32, 3, 8, 8, device="cuda", dtype=torch.float32), torch.randint(10, (32,), device="cuda")
+    opt.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        opt.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_checkpoint_moves_between_devices():
+    model = network()
+    opt = seng.SENG(model, lr=0.05, refresh_every=100)
+    train(model, opt, 2)
+    twin = copy.deepcopy(model).cpu()
+    other = seng.SENG(twin, lr=0.05, refresh_every=100)
+    other.load_state_dict(opt.state_dict())
+    assert all(t.device.type == "cpu" for block in other.preconditioner.blocks.values() for t in block.U.tensors())
+    x, y = torch.randn(32, 3, 8, 8, dtype=torch.float32), torch.randint(10, (32,))
+    for m, o, device in ((model, opt, "cuda"), (twin, other, "cpu")):
+        o.zero_grad()
+        nn.functional.cross_entropy(m(x.to(device)), y.to(device)).backward()
+        o.step()
+    got, want = (naive.flat([p.detach().cpu() for p in m.parameters()]) for m in (twin, model))
+    assert naive.relative_error(got, want) < 1e-4
