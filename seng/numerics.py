@@ -49,11 +49,17 @@ def wide(S: Tensor) -> torch.dtype:
 
 
 def merged(Y: Tensor, rank: int, layout: Shape) -> Merged:
-    """YYᵀ = Q diag(σ²) Qᵀ from the small eigenproblem YᵀY = W diag(σ²) Wᵀ: Q = Y W diag(1/σ), the leading `rank`."""
-    values, W = eigh(Y.T @ Y)
-    k = min(rank, *Y.shape)
-    values, W = values[:k], W[:, :k]
-    floor = values[:1] * torch.finfo(Y.dtype).eps * Y.shape[1]  # below it, a column of Q would be rounding noise
+    """YYᵀ = Q diag(σ²) Qᵀ, the leading `rank`, from the smaller eigenproblem of the two.
+
+    YᵀY = W diag(σ²) Wᵀ gives Q = Y W diag(1/σ); where Y is wider than tall, YYᵀ gives Q itself.
+    """
+    n, m = Y.shape
+    k = min(rank, n, m)
+    if n <= m:
+        values, Q = eigh(Y @ Y.T)
+        return Merged(Q[:, :k].contiguous(), values[:k], layout)
+    values, W = (t[..., :k] for t in eigh(Y.T @ Y))
+    floor = values[:1] * torch.finfo(Y.dtype).eps * m  # below it, a column of Q would be rounding noise
     kept = values > floor
     values = torch.where(kept, values, 0)
     return Merged(Y @ (W * torch.where(kept, values, 1).rsqrt() * kept), values, layout)

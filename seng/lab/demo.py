@@ -5,8 +5,8 @@ that whatever else the machine does slows all of them alike. Evaluation is not t
 
 Every optimizer had the same budget: one knob, its learning rate, five values a factor of two apart, three seeds. All else is
 at its default (SGD: momentum 0.9), and no schedule or weight decay is used. The value with the best validation accuracy, mean
-over all evaluations of a run and over the seeds, won. A fifth of the training images was held out for this; the test images and
-the seeds of the demo took no part. `--tune` repeats the search and prints its table.
+over all evaluations of a run and over the seeds, won. A fifth of the training images was held out for this; neither the test
+images nor the demo's seeds enter the search. `--tune` repeats the search and prints its table.
 """
 
 from __future__ import annotations
