@@ -1,0 +1,33 @@
+"""Every example runs to its end and learns."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import seng
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path, capsys):
+    torch.set_default_dtype(torch.float32)
+    kinds = dict(seng.layers.KINDS)
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        seng.layers.KINDS.clear()
+        seng.layers.KINDS.update(kinds)
+    final = float(re.search(r"final loss ([\d.]+)", capsys.readouterr().out).group(1))
+    assert final < {"quickstart": 0.2, "attach_adamw": 1.0, "own_layer": 0.5, "paper_setting": 2.3}[path.stem]
+    assert len(path.read_text().splitlines()) <= 45
+
+
+def test_the_readme_names_both_commands_and_every_public_name():
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    assert "make demo" in text and "make test" in text
+    for name in ("seng.SENG(", "seng.attach(", "seng.explain(", "seng.Curvature(", "seng.schedules", "seng.sketch"):
+        assert name in text
