@@ -41,6 +41,16 @@ class Dims:
         return math.prod(self.shape)
 
     @property
+    def n_G(self) -> int:
+        """Output features, over all groups."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def n_A(self) -> int:
+        """Inputs of one output feature, the bias counted."""
+        return self.shape[2]
+
+    @property
     def sides(self) -> int:
         """h·(n_G + n_A): the numbers of one column of the factors."""
         return self.shape[0] * (self.shape[1] + self.shape[2])
@@ -157,9 +167,9 @@ class Explanation:
         head = ("layer", "n", "n_G", "n_A", "κ", "ϱ", "form", "bytes", "flop/step", "why")
         rows: list[tuple[str, ...]] = [head]
         for p in self.plans:
-            h, n_G, n_A = p.dims.shape
-            sizes = (p.dims.n, h * n_G, n_A, p.dims.kappa, p.dims.samples)
-            rows.append((p.dims.name, *(f"{v:,}" for v in sizes), p.form, _size(p.bytes), f"{p.flops:.1e}", p.why))
+            d = p.dims
+            sizes = (f"{v:,}" for v in (d.n, d.n_G, d.n_A, d.kappa, d.samples))
+            rows.append((d.name, *sizes, p.form, _size(p.bytes), f"{p.flops:.1e}", p.why))
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         left = (0, 6, 9)
         lines = [

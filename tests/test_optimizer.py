@@ -248,6 +248,16 @@ def test_sketches_follow_torch_manual_seed_and_differ_between_seeds():
     assert not torch.equal(run(1), run(2))
 
 
+def test_every_refresh_draws_anew_and_the_steps_between_keep_it():
+    model = network()
+    opt = seng.SENG(model, lr=0.0, refresh_every=2, curvature=seng.Curvature(form="explicit", sketch=Rows(10)))
+    drawn = []
+    for i in range(4):
+        train(model, opt, 1, i)
+        drawn.append(opt.preconditioner.blocks[0].omega.index)
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[2], drawn[3]) and not torch.equal(drawn[1], drawn[2])
+
+
 BAD = {
     "lr must be at least 0": lambda m: seng.SENG(m, lr=-0.1),
     "momentum must be at least 0": lambda m: seng.SENG(m, momentum=-1.0),

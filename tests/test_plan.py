@@ -28,7 +28,7 @@ def explanation():
 
 @pytest.mark.parametrize("case", TABLE_1)
 def test_explain_reproduces_table_1(explanation, case):
-    found = {(p.dims.n, p.dims.shape[1], p.dims.shape[2], p.dims.kappa): p for p in explanation.plans}
+    found = {(p.dims.n, p.dims.n_G, p.dims.n_A, p.dims.kappa): p for p in explanation.plans}
     dims, form = TABLE_1[case]
     assert dims in found
     assert paper_form(found[dims].dims)[0] == form
