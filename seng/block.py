@@ -91,9 +91,11 @@ def build(U: Operator, plan: Plan, curvature: Curvature, generator: torch.Genera
     omega = Identity() if sketch is None or sketch.covers(U.shape) else sketch.draw(U, generator)
     if plan.form == "merged":
         U, omega = leading(U, omega.of(U), plan.rank), Identity()
-        if curvature.decay and previous is not None and isinstance(previous.U, Merged) and previous.U.shape == U.shape:
+        if curvature.averaging and previous is not None and isinstance(previous.U, Merged):
             old, new = (next(V.rows())[1].T for V in (previous.U, U))  # QΣ of both
-            U = merged(torch.cat([curvature.decay**0.5 * old, (1 - curvature.decay) ** 0.5 * new], 1), plan.rank, U.shape)
+            U = merged(
+                torch.cat([curvature.averaging**0.5 * old, (1 - curvature.averaging) ** 0.5 * new], 1), plan.rank, U.shape
+            )
     gram = omega.of(U).gram()
     top = U.eigenvalues[0] if isinstance(U, Merged) else eigh(gram)[0][0]
     sound = top.isfinite() and all(t.isfinite().all() for t in U.tensors())

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
-Receive = Callable[[int, bool, Tensor, Tensor], None]  # (layer's index, its mode in the forward, a, g)
+Receive = Callable[[int, int, bool, Tensor, Tensor], None]  # (the backward, the layer, its mode in the forward, a, g)
 
 
 class Capture:
@@ -48,8 +49,12 @@ class _Hook:
         trained = any(p.requires_grad for p in layer._parameters.values() if p is not None)
         if not (trained and torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad):
             return None
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            return None  # torch.func and forward-mode derivatives: not a training backward
         a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        return _Tap.apply(out, a.detach(), capture.receive, self.index, layer.training)  # type: ignore[no-untyped-call]
+        # Inside a backward this is a recomputation (reentrant checkpointing), which belongs to that backward.
+        outer = torch._C._current_graph_task_id()
+        return _Tap.apply(out, a.detach(), capture.receive, self.index, layer.training, outer)  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _inert, ()
@@ -66,15 +71,16 @@ def _inert() -> Callable[..., None]:
 
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, a: Tensor, receive: Receive, index: int, training: bool) -> Tensor:
+    def forward(ctx: Any, out: Tensor, a: Tensor, receive: Receive, index: int, training: bool, outer: int) -> Tensor:
         ctx.mark_dirty(out)
         ctx.save_for_backward(a)
-        ctx.receive, ctx.index, ctx.training = receive, index, training
+        ctx.receive, ctx.index, ctx.training, ctx.outer = receive, index, training, outer
         return out
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (a,) = ctx.saved_tensors
-        with torch.no_grad():
-            ctx.receive(ctx.index, ctx.training, a, g)
-        return g, None, None, None, None
+        task = torch._C._current_graph_task_id() if ctx.outer == -1 else ctx.outer
+        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+            ctx.receive(task, ctx.index, ctx.training, a, g)
+        return g, None, None, None, None, None

@@ -48,26 +48,31 @@ class Curvature:
             _positive_int("samples", self.samples)
         if self.sketch is not None and not isinstance(self.sketch, Sketch):
             raise TypeError(f"Curvature: sketch is None or one of seng.sketch, such as Rows(256), not {self.sketch!r}")
-        accumulates = self.form in ("auto", "merged") and self.combine == "exact"
-        if self.decay is None:
-            object.__setattr__(self, "decay", 0.8 if accumulates else 0.0)
-        assert self.decay is not None
-        if not 0 <= self.decay < 1:
+        if self.decay is not None and not (isinstance(self.decay, int | float) and 0 <= self.decay < 1):
             raise ValueError(f"Curvature: decay must lie in [0, 1), not {self.decay!r}")
-        if self.decay > 0 and self.form not in ("auto", "merged"):
+        if self.averaging > 0 and self.form not in ("auto", "merged"):
             raise ValueError(
                 f"Curvature: only the merged form can accumulate curvature; with form={self.form!r} use decay=0, "
                 f"not decay={self.decay!r}"
             )
-        if self.combine == "independent" and (self.form not in ("auto", "implicit") or self.decay > 0):
+        if self.combine == "independent" and (self.form not in ("auto", "implicit") or self.averaging > 0):
             raise ValueError(
                 "Curvature: combine='independent' (eq. 23) is the implicit form's; use form='implicit' or 'auto' with "
                 f"decay=0, not form={self.form!r} with decay={self.decay!r}"
             )
+        if not isinstance(self.relative_damping, bool):
+            raise ValueError(f"Curvature: relative_damping is True or False, not {self.relative_damping!r}")
         if self.memory is not None:
             fraction = isinstance(self.memory, float) and 0 < self.memory <= 1
             if not (fraction or (type(self.memory) is int and self.memory > 0)):
                 raise ValueError(f"Curvature: memory is bytes (an int) or a fraction in (0, 1], not {self.memory!r}")
+
+    @property
+    def averaging(self) -> float:
+        """The decay that acts."""
+        if self.decay is not None:
+            return self.decay
+        return 0.8 if self.form in ("auto", "merged") and self.combine == "exact" else 0.0
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

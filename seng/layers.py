@@ -8,11 +8,13 @@ A kind of your own:
 
     @seng.layers.factors(MyLinear)                       # y = a Wᵀ + b
     def _(layer, a, g):
-        return g.flatten(1, -2).mT, a.flatten(1, -2).mT
+        return seng.layers.positions(g).mT, seng.layers.positions(a).mT
 
     @seng.layers.columns(Scale)                          # y = w ⊙ a
     def _(layer, a, g):
-        return {"weight": (g * a).flatten(1, -2).sum(1)}
+        return {"weight": seng.layers.positions(g * a).sum(1)}
+
+A dimension 0 of samples is always there, and factors of one position may come as (ϱ, n_G) and (ϱ, n_A).
 
 A subclass is served by its parent's function as long as it keeps its parent's forward.
 """
@@ -118,11 +120,12 @@ def kind_of(layer: nn.Module) -> Kind | str:
         return f"no rule for {name}: register one with seng.layers.factors or seng.layers.columns"
     if isinstance(layer, LazyModuleMixin):
         return "its lazy parameters have no shape yet: run one forward pass before building the optimizer"
-    if type(layer).forward is not found.type.forward:
+    if type(layer).forward is not found.type.forward or "forward" in vars(layer):
         return f"{name} has a forward of its own, so the rule of {found.type.__name__} may not hold: register a rule for it"
     if layer in ARRANGEMENTS and ARRANGEMENTS[layer] is None:
         return "left out on request (seng.layers.arrange(layer, None))"
-    if found.factored and "weight" not in layer._parameters:
+    builtin = found.type.__module__.startswith("torch.")
+    if (found.factored or builtin) and "weight" not in layer._parameters:
         return "its weight is computed from other tensors (a parametrization): they take the plain gradient"
     if isinstance(layer, nn.Embedding) and (layer.sparse or layer.scale_grad_by_freq):
         return "embeddings with sparse gradients or scale_grad_by_freq are not supported"

@@ -83,6 +83,8 @@ def reduced(U: Implicit, rank: int, generator: torch.Generator) -> Implicit:
     if rank >= U.rank:
         return U
     X = U.G if U.G.shape[2] <= U.A.shape[2] else U.A  # (ϱ, h, m, κ)
+    X = torch.where(X.isfinite(), X, 0)  # what is not finite stays in the factors, and drops the refresh in `build`
+    X = X / X.abs().amax((2, 3), keepdim=True).clamp_min(torch.finfo(X.dtype).tiny)
     m = X.shape[2]
     if rank >= m:
         V = torch.linalg.qr(X.mT).Q

@@ -207,7 +207,8 @@ class Implicit(Operator):
         for i in range(0, self.samples, step):
             part = slice(i * r, (i + step) * r)
             pairs = (A[..., part].mT @ A) * (G[..., part].mT @ G)  # (h, step·r, ϱr)
-            out[i : i + step] = pairs.unflatten(2, (-1, r)).sum((0, 3)).unflatten(0, (-1, r)).sum(1)
+            count = min(step, self.samples - i)
+            out[i : i + step] = pairs.view(h, count, r, self.samples, r).sum((0, 2, 4))
         return out
 
     def scaled(self, scale: float | Tensor) -> Self:

@@ -18,7 +18,7 @@ from torch.optim.sgd import sgd
 
 from seng.curvature import Curvature, Units
 from seng.distributed import check_strategy
-from seng.preconditioner import Preconditioner, check_options
+from seng.preconditioner import Preconditioner, check_number, check_options
 
 DAMPING = 0.01
 REFRESH_EVERY = 20
@@ -87,22 +87,23 @@ class SENG(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; layers of the module that were not trained before are covered from the next refresh on."""
         group = {**self.defaults, **param_group}
-        for name in ("lr", "momentum", "weight_decay"):
-            if not float(group[name]) >= 0:
-                raise ValueError(f"{name} must be at least 0, not {group[name]!r}")
-        if not float(group["damping"]) > 0:
-            raise ValueError(f"damping is λ, a number above 0, not {group['damping']!r}")
         if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
+        for name in ("lr", "momentum", "weight_decay"):
+            check_number(name, group[name])
+        check_number("damping", group["damping"], positive=True)
         if group["nesterov"] and group["momentum"] <= 0:
             raise ValueError("nesterov needs a momentum above 0")
         super().add_param_group(param_group)
         if self.preconditioner is not None and self._module is not None:
             before = self.preconditioner
-            state = before.state()
+            try:
+                self.preconditioner = self._engine(self._module, self._params(), warned=before.warned)
+            except ValueError:
+                self.param_groups.pop()
+                raise
             before.capture.remove()
-            self.preconditioner = self._engine(self._module, self._params())
-            self.preconditioner.load_state(state)
+            self.preconditioner.load_state(before.state())
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -118,6 +119,8 @@ class SENG(Optimizer):
         directions = {p: p.grad for p in self._params() if p.grad is not None}
         if any(g.is_sparse for g in directions.values()):
             raise RuntimeError("SENG does not support sparse gradients; use sparse=False in the embedding")
+        for group in self.param_groups:
+            check_number("damping", group["damping"], positive=True)
         damping = {p: float(group["damping"]) for group in self.param_groups for p in group["params"]}
         if self.preconditioner is not None:
             directions = self.preconditioner.directions(directions, damping.__getitem__)
@@ -239,6 +242,7 @@ class Attachment:
     def _apply(self) -> None:
         params: Iterable[nn.Parameter] = (p for group in self._optimizer.param_groups for p in group["params"])
         grads = {p: p.grad for p in params if p.grad is not None}
+        check_number("damping", self.damping, positive=True)
         for p, d in self.preconditioner.directions(grads, lambda _: float(self.damping)).items():
             if d is not p.grad:
                 grads[p].copy_(d)
@@ -282,8 +286,9 @@ def attach(
     """Precondition the gradients of any torch optimizer, in place, just before each of its steps."""
     if isinstance(optimizer, SENG):
         raise TypeError("SENG preconditions its own gradients: attach is for other optimizers")
-    if not damping > 0:
-        raise ValueError(f"damping is λ, a number above 0, not {damping!r}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"attach takes a torch optimizer first and the module second, not {type(optimizer).__name__}")
+    check_number("damping", damping, positive=True)
     check_strategy(strategy)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     engine = Preconditioner(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from seng.curvature import Curvature
 from seng.operators import Shape
-from seng.sites import Member, Site, survey
+from seng.sites import Member, Site, differs, survey
 
 THRESHOLD = 10**6  # 𝒯: Table 1 keeps cases I to III (n ≤ 524,288) explicit and IV to VI (n ≥ 1,048,576) implicit
 
@@ -102,36 +103,43 @@ def paper_form(d: Dims) -> tuple[Kept, str]:
 
 
 def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None) -> list[Plan]:
-    """One form per layer; the rank is halved, and then the largest layers are left out, until the budget holds."""
-    rank = curvature.rank
-    plans = [_first_choice(d, curvature, rank) for d in dims]
-    if budget is None:
-        return plans
+    """One form per layer; where they do not fit the budget, the rank is halved, and only then is the largest layer left out."""
+    plans = [_first_choice(d, curvature, curvature.rank) for d in dims]
     needed = sum(p.bytes for p in plans)
-    if needed > budget and curvature.form == "explicit":
+    if budget is None or needed <= budget:
+        return plans
+    if curvature.form == "explicit":
         raise ValueError(
             f"form='explicit' needs {_size(needed)} where memory={curvature.memory!r} allows {_size(budget)}: "
             "use form='auto', fewer samples or more memory"
         )
-    while sum(p.bytes for p in plans) > budget and rank > 1:
-        rank //= 2
-        plans = [_first_choice(d, curvature, rank) for d in dims]
-    if rank < curvature.rank:
-        plans = [replace(p, why=f"{p.why}; rank {rank} to fit memory") if p.rank == rank else p for p in plans]
-    while sum(p.bytes for p in plans) > budget:
-        largest = max(range(len(plans)), key=lambda i: plans[i].bytes)
-        plans[largest] = replace(plans[largest], form="plain", why=f"does not fit into {_size(budget)} of memory")
-    return plans
+    left_out: set[str] = set()
+    while True:
+        rank = curvature.rank
+        while rank >= 1:
+            plans = [_within(d, curvature, rank, budget, d.name in left_out) for d in dims]
+            if sum(p.bytes for p in plans) <= budget:
+                return plans
+            rank //= 2
+        left_out.add(max(plans, key=lambda p: p.bytes).dims.name)
+
+
+def _within(d: Dims, curvature: Curvature, rank: int, budget: int, left_out: bool) -> Plan:
+    if left_out:
+        return Plan(d, "plain", 0, f"does not fit into {_size(budget)} of memory")
+    choice = _first_choice(d, curvature, rank)
+    shrunk = rank < curvature.rank and choice.rank == rank
+    return replace(choice, why=f"{choice.why}; rank {rank} to fit memory") if shrunk else choice
 
 
 def _first_choice(d: Dims, curvature: Curvature, rank: int) -> Plan:
     if d.own is not None:
         return _own_form(d, curvature, rank)
-    width = min(rank, d.n) if curvature.decay else min(rank, d.n, d.samples)  # of a merged basis
+    width = min(rank, d.n) if curvature.averaging else min(rank, d.n, d.samples)  # of a merged basis
     if curvature.form != "auto":
         return Plan(d, curvature.form, width if curvature.form == "merged" else rank, "asked for")
-    if curvature.decay:
-        return Plan(d, "merged", width, f"curvature is accumulated (decay={curvature.decay})")
+    if curvature.averaging:
+        return Plan(d, "merged", width, f"curvature is accumulated (decay={curvature.averaging})")
     form, why = paper_form(d)
     if curvature.combine == "independent":
         return Plan(d, form, rank, why)
@@ -144,11 +152,11 @@ def _own_form(d: Dims, curvature: Curvature, rank: int) -> Plan:
     """Norms and embeddings have no factors; they stay exact, and are merged only to be accumulated."""
     assert d.own is not None
     kept = {"explicit": "no factors: its columns as they are", "lookup": "embedding: the rows that were looked up"}[d.own]
-    if not curvature.decay:
+    if not curvature.averaging:
         return Plan(d, d.own, d.samples, kept)
     width = min(max(rank, d.samples), d.n)
     if d.own == "explicit" or d.n * width <= THRESHOLD:
-        return Plan(d, "merged", width, f"no factors; curvature is accumulated (decay={curvature.decay})")
+        return Plan(d, "merged", width, f"no factors; curvature is accumulated (decay={curvature.averaging})")
     return Plan(d, d.own, d.samples, f"{kept}, replaced at each refresh since a basis would be too large")
 
 
@@ -190,10 +198,10 @@ def explain(module: nn.Module, batch: Any, curvature: Curvature | None = None) -
     first is taken when the module has one argument. Nothing about the module changes, running statistics included.
     """
     curvature = curvature or Curvature()
-    sites, uncovered = survey(module, module.parameters())
+    sites, uncovered = survey(module, (p for p in module.parameters() if p.requires_grad))
     calls = _shapes(module, batch, [member for site in sites for member in site.members])
-    counts = [a.shape[0] for seen in calls.values() for a, _ in seen]
-    B = max(set(counts), key=counts.count, default=0)
+    counts = Counter([a.shape[0] for seen in calls.values() for a, _ in seen][::-1])  # the backward's order
+    B = counts.most_common(1)[0][0] if counts else 0
     rho = B if curvature.samples is None else min(B, curvature.samples)
     dims: list[Dims] = []
     for site in sites:
@@ -208,20 +216,11 @@ def explain(module: nn.Module, batch: Any, curvature: Curvature | None = None) -
     return Explanation(tuple(plan(dims, curvature, budget(curvature, module))), uncovered)
 
 
-def differs(count: int, samples: int) -> str:
-    """Why a layer's dimension 0 is not taken as the sample."""
-    return (
-        f"dimension 0 of its input is {count} where the other layers have {samples} samples "
-        "(seng.layers.arrange can say how the sample comes first)"
-    )
-
-
 def site_dims(site: Site, kappa: int, samples: int) -> Dims:
     """What the plan needs to know of a site."""
     segments = site.active() or site.segments
-    own = None if site.factored else ("explicit" if site.shape(segments)[1] == 1 else "lookup")
     itemsize = 8 if site.lead.dtype == torch.float64 else 4
-    return Dims(site.name, site.shape(segments), kappa, samples, own, itemsize)  # type: ignore[arg-type]
+    return Dims(site.name, site.shape(segments), kappa, samples, site.own_form, itemsize)
 
 
 def budget(curvature: Curvature, module: nn.Module) -> int | None:

@@ -7,6 +7,7 @@ kept too.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from seng.block import Block, build
 from seng.capture import Capture
@@ -38,6 +40,7 @@ class Preconditioner:
         refresh_every: int,
         units: Units,
         strict: bool,
+        warned: set[str] | None = None,
     ) -> None:
         check_options(curvature, refresh_every, units)
         params = list(params)
@@ -49,21 +52,24 @@ class Preconditioner:
                 "pass the module that holds them as module=…"
             )
         self.curvature, self.refresh_every, self.units, self.strict = curvature, refresh_every, units, strict
-        self.warned: set[str] = set()
+        self.warned: set[str] = set() if warned is None else warned  # what has been said already
         self.sites, self.uncovered = survey(module, params)
         if not self.sites:
             raise ValueError(f"no layer of {type(module).__name__} is covered, so SENG would be SGD: {_listed(self.uncovered)}")
         if self.uncovered:
-            self._refuse(f"these parameters take the plain gradient: {_listed(self.uncovered)}")
+            self._refuse("uncovered", f"these parameters take the plain gradient: {_listed(self.uncovered)}")
         self.params = list(module.parameters())
         self.budget = budget(curvature, module)
         self.seed = torch.initial_seed() % 2**63  # read, not drawn: the global stream stays as it is
         self.steps = 0
         self.own_batch = False  # whether this step's curvature comes from a batch of its own
+        self.loss_scale = 1.0
+        self.missed = False  # whether the last refresh is still owed to some layer
         self.blocks: dict[int, Block] = {}
         self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
         self.plans: dict[int, Plan] = {}
         self.failures: dict[int, int] = {}  # refreshes that had to be dropped, by site
+        self.checked: set[int] = set()  # sites whose samples were seen to add up to the gradient
         self.samples = Samples(self.sites, curvature.samples, self._keep)
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
         self._rearm()
@@ -71,7 +77,7 @@ class Preconditioner:
     @property
     def refresh_due(self) -> bool:
         """Whether the coming step refreshes the curvature."""
-        return self.own_batch or self.steps % self.refresh_every == 0
+        return self.own_batch or self.missed or self.steps % self.refresh_every == 0
 
     def _rearm(self) -> None:
         self.samples.clear()
@@ -93,8 +99,11 @@ class Preconditioner:
         self.own_batch = self.capture.armed = True
         try:
             yield
+        except BaseException:
+            self._rearm()
+            raise
         finally:
-            self.capture.armed = False
+            self.capture.armed = self.capture.armed and not self.own_batch
             for p, grad in zip(self.params, kept, strict=True):
                 p.grad = grad
 
@@ -102,7 +111,16 @@ class Preconditioner:
         self, grads: Mapping[nn.Parameter, Tensor], damping: Callable[[nn.Parameter], float]
     ) -> dict[nn.Parameter, Tensor]:
         """The direction for every gradient: λ(M + λI)⁻¹g, or (M + λI)⁻¹g in the paper's units."""
+        if not grads:
+            return {}
+        with torch.autocast(self.sites[0].lead.device.type, enabled=False):
+            return self._directions(grads, damping)
+
+    def _directions(
+        self, grads: Mapping[nn.Parameter, Tensor], damping: Callable[[nn.Parameter], float]
+    ) -> dict[nn.Parameter, Tensor]:
         if self.refresh_due:
+            self.loss_scale = _loss_scale()
             self._refresh(grads)
         out = dict(grads)
         for index, block in self.blocks.items():
@@ -119,16 +137,18 @@ class Preconditioner:
         return out
 
     def _refresh(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        # Without a backward, as tools step to fill an optimizer's state, the refresh is still owed.
+        self.missed = len(self.samples) == 0
         found: list[int] = []
         for index, site in enumerate(self.sites):
             reason = self.samples.mismatch(index)
             if reason is not None:
-                self._refuse(f"layer '{site.name}' takes the plain gradient: {reason}")
+                self._refuse(site.name, f"layer '{site.name}' takes the plain gradient: {reason}")
                 self.blocks.pop(index, None)
                 continue
             if self.samples.captured(index):
                 found.append(index)
-            elif any(s.param in grads and grads[s.param].any() for s in site.active()):
+            elif not self.own_batch and any(s.param in grads and grads[s.param].any() for s in site.active()):
                 raise RuntimeError(
                     f"layer '{site.name}' has a gradient but was not captured on this refresh step. Its forward must run "
                     "after the optimizer is built (and before torch.compile traces it), through the module itself; if its "
@@ -141,39 +161,82 @@ class Preconditioner:
             if chosen.form == "plain":
                 self.blocks.pop(index, None)
                 continue
-            sketch = self.curvature.sketch
-            if sketch is not None and chosen.dims.own is None and sketch.exceeds(chosen.dims.shape):
-                self._say_once("sketch", f"{sketch} is larger than layer '{chosen.dims.name}', which is then taken exactly")
-            U = self.samples.take(index, _dtype(self.sites[index].lead))
-            block = build(U, chosen, self.curvature, self._generator(index), self.blocks.get(index))
-            if block is not None:
-                self.blocks[index], self.covered[index] = block, self.samples.active[index]
-            elif U.samples:  # the last good curvature stays; without one the layer takes the plain gradient
-                self.failures[index] = self.failures.get(index, 0) + 1
-                name = self.sites[index].name
-                self._say_once(name, f"layer '{name}': a refresh was dropped, its captures are not finite (see diagnostics())")
+            self._check_sketch(chosen)
+            self._build(index, chosen, grads)
+
+    def _build(self, index: int, chosen: Plan, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        site, active = self.sites[index], self.samples.active[index]
+        U = self.samples.take(index, _dtype(site.lead)).scaled(1 / self.loss_scale)
+        self._check_sum(index, U, site.gather(active, grads, _dtype(site.lead)))
+        previous = self.blocks.get(index)
+        same = previous if self.covered.get(index) == active else None  # only the same parameters can be accumulated
+        block = build(U, chosen, self.curvature, self._generator(index), same)
+        if block is not None:
+            if previous is not None:
+                block.failures += previous.failures
+            self.blocks[index], self.covered[index] = block, active
+        elif U.samples:  # the last good curvature stays; without one the layer takes the plain gradient and tries again
+            self.missed |= previous is None
+            self.failures[index] = self.failures.get(index, 0) + 1
+            self._say_once(
+                f"{site.name} dropped",
+                f"layer '{site.name}': a refresh was dropped, its captures are not finite (see diagnostics())",
+            )
+        if previous is not None and previous.failures:
+            self._say_once(
+                f"{site.name} failed",
+                f"layer '{site.name}': {int(previous.failures)} solves failed and took the plain gradient (see diagnostics())",
+            )
+
+    def _check_sum(self, index: int, U: Operator, g: Tensor) -> None:
+        """Whether the samples add up to the gradient, up to scale; once per layer. If not, U tells only a part of the story."""
+        name = self.sites[index].name
+        cut = self._reduces and self.samples.kappa(index) > self.curvature.rank
+        partial = cut or self.own_batch or self.curvature.samples is not None
+        if index in self.checked or partial or not U.samples:
+            return
+        self.checked.add(index)
+        total = U.mv(U.tensors()[0].new_ones(U.samples))
+        size = total.norm() * g.norm()
+        cosine = float(total @ g / size) if size > 0 else 1.0
+        if cosine < 0.9:
+            self._refuse(
+                f"{name} sum",
+                f"the captured samples of layer '{name}' do not add up to its gradient (cosine {cosine:.2f}): its weight is "
+                "used outside of it, a hook changes its output, or the gradient was changed after the backward",
+            )
+
+    def _check_sketch(self, chosen: Plan) -> None:
+        sketch, d = self.curvature.sketch, chosen.dims
+        if sketch is not None and d.own is None and sketch.exceeds(d.shape):
+            what = "it" if sketch.covers(d.shape) else "that side of it"
+            self._say_once("sketch", f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}: {what} is then taken exactly")
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether factors are wanted as factors, reduced to the rank."""
+        return self.curvature.form == "implicit" or self.curvature.combine == "independent"
 
     def _keep(self, site: Site, U: Operator) -> Operator:
         """What waits until step(): the smaller of columns and factors, or reduced factors where they are asked for."""
         if not isinstance(U, Implicit):
             return U
-        if self.curvature.form == "implicit" or self.curvature.combine == "independent":
+        if self._reduces:
             if self.curvature.rank >= U.rank:
                 return U
-            dtype = torch.promote_types(U.G.dtype, torch.float32)
-            return reduced(U.to(dtype), self.curvature.rank, self._generator(self.sites.index(site)))
+            return reduced(_wide(U), self.curvature.rank, self._generator(self.sites.index(site)))
         _, n_G, n_A = U.shape
-        return U.explicit() if n_G * n_A <= (n_G + n_A) * U.rank else U
+        return _wide(U).explicit() if n_G * n_A <= (n_G + n_A) * U.rank else U
 
     def _generator(self, index: int) -> torch.Generator:
         """Ω's own stream: a function of the seed, the step and the site, so that step and seed are all there is to save."""
         generator = torch.Generator(self.sites[index].lead.device)
         return generator.manual_seed(hash((self.seed, self.steps, index)) % 2**63)
 
-    def _refuse(self, message: str) -> None:
+    def _refuse(self, key: str, message: str) -> None:
         if self.strict:
             raise ValueError(f"strict=True: {message}")
-        self._say_once(message, message)
+        self._say_once(key, message)
 
     def _say_once(self, key: str, message: str) -> None:
         if key not in self.warned:
@@ -215,14 +278,21 @@ class Preconditioner:
     def load_state(self, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Continue from `state()`; a site without an entry starts afresh at the next refresh."""
         self.blocks.clear()
+        self.plans.clear()
+        self.failures.clear()
         for index, site in enumerate(self.sites):
             entry = state.get(site.lead, {})
             if "seng.step" in entry:
                 self.steps, self.seed = int(entry["seng.step"]), int(entry["seng.seed"])
-            if "seng.active" in entry:
-                on = entry["seng.active"].tolist()
-                self.covered[index] = tuple(s for s, used in zip(site.segments, on, strict=True) if used)
-                self.blocks[index] = unpack("seng.block", entry, Block, site.lead.device, _dtype(site.lead))
+            on = entry["seng.active"].tolist() if "seng.active" in entry else []
+            active = tuple(s for s, used in zip(site.segments, on, strict=False) if used)
+            if not active:
+                continue
+            block = unpack("seng.block", entry, Block, site.lead.device, _dtype(site.lead))
+            if len(on) == len(site.segments) and block.U.shape == site.shape(active):
+                block.relative = self.curvature.relative_damping
+                self.blocks[index], self.covered[index] = block, active
+        self.missed = not self.blocks
         self._rearm()
 
 
@@ -230,7 +300,7 @@ def check_options(curvature: Curvature, refresh_every: int, units: str) -> None:
     """The options that `SENG` and `attach` share."""
     if not isinstance(curvature, Curvature):
         raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
-    if not isinstance(refresh_every, int) or refresh_every < 1:
+    if not isinstance(refresh_every, int) or isinstance(refresh_every, bool) or refresh_every < 1:
         raise ValueError(f"refresh_every is a number of steps, at least 1, not {refresh_every!r}")
     if units not in ("sgd", "paper"):
         raise ValueError(f"unknown units {units!r}; use 'sgd' (λ → ∞ is SGD) or 'paper' (the paper's formula)")
@@ -239,6 +309,33 @@ def check_options(curvature: Curvature, refresh_every: int, units: str) -> None:
             "units='paper' divides by one λ for all layers, so the damping cannot be relative: "
             "use Curvature(relative_damping=False) or units='sgd'"
         )
+
+
+def _loss_scale() -> float:
+    """The scale of the GradScaler whose step() runs this one: the gradients are unscaled by now, the captures are not."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), GradScaler):
+            return float(frame.f_locals["self"].get_scale())
+    return 1.0
+
+
+def _wide(U: Implicit) -> Implicit:
+    """Half precision is enough for captured factors, not for their products."""
+    return U.to(torch.promote_types(U.G.dtype, torch.float32))
+
+
+def check_number(name: str, value: object, *, positive: bool = False) -> None:
+    """Refuse what is not a number of the range that the option has."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is a number, not {value!r}") from None
+    if positive and not number > 0:
+        raise ValueError(f"{name} is λ, a number above 0, not {value!r}")
+    if not number >= 0:
+        raise ValueError(f"{name} must be at least 0, not {value!r}")
 
 
 def _one_damping(site: Site, damping: Callable[[nn.Parameter], float]) -> float:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from seng.operators import Implicit, Lookup, Operator, added, stacked
-from seng.plan import differs
-from seng.sites import Member, Segment, Site
+from seng.sites import Member, Segment, Site, differs
 
 
 @dataclass
@@ -52,14 +51,14 @@ class Samples:
     def __len__(self) -> int:
         return len(self.backwards)
 
-    def receive(self, layer: int, training: bool, a: Tensor, g: Tensor) -> None:
+    def receive(self, task: int, layer: int, training: bool, a: Tensor, g: Tensor) -> None:
         """Called inside the backward: turn (a, g) into what the block needs; nothing raw is kept."""
         index, member = self.layers[layer]
         site = self.sites[index]
         active = self.active.get(index) or site.active()
         if not any(_accumulates(segment.param) for segment in active):
             return
-        backward = self._current()
+        backward = self._of(task)
         self.active[index] = active
         a, g = member.sample_first(a, g)
         count = a.shape[0]
@@ -79,12 +78,11 @@ class Samples:
         waiting = backward.pieces.get(index)
         backward.pieces[index] = U if waiting is None else added(waiting, U)
 
-    def _current(self) -> Backward:
-        """This backward's captures; stale ones are dropped, as after a step that was skipped."""
-        task = torch._C._current_graph_task_id()
+    def _of(self, task: int) -> Backward:
+        """The captures of a backward; stale ones are dropped, as after a step that was skipped."""
         if task not in self.backwards:
             captured = {s.param for i in self.active for s in self.active[i]}
-            if captured and all(p.grad is None for p in captured):  # no gradient is being accumulated
+            if captured and all(p.grad is None or not p.grad.any() for p in captured):  # nothing is being accumulated
                 self.clear()
             self.backwards[task] = Backward()
         return self.backwards[task]

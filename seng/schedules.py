@@ -44,7 +44,7 @@ def schedule_lr(optimizer: Optimizer, of_epoch: Callable[[float, float], float],
     """
 
     def factor(initial: float) -> Callable[[int], float]:
-        return lambda step: of_epoch(step / steps_per_epoch, initial) / initial
+        return lambda step: of_epoch(step / steps_per_epoch, initial) / initial if initial else 1.0
 
     return LambdaLR(optimizer, [factor(float(group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,13 @@ class Site:
     def factored(self) -> bool:
         return any(member.kind.factored for member in self.members)
 
+    @property
+    def own_form(self) -> Literal["explicit", "lookup"] | None:
+        """The form that a site without factors keeps."""
+        if self.factored:
+            return None
+        return "lookup" if any(isinstance(member.module, nn.Embedding) for member in self.members) else "explicit"
+
     def active(self) -> tuple[Segment, ...]:
         """The segments that are trained now."""
         return tuple(segment for segment in self.segments if segment.param.requires_grad)
@@ -96,13 +104,14 @@ class Site:
         seen = member.kind.rule(member.module, a, g)
         own = {s.param: s.name for s in active if getattr(member.module, s.name, None) is s.param}
         if isinstance(seen, Lookup):
-            G = [seen.G if s.param in own else seen.G.new_zeros(*seen.G.shape[:2], s.shape[2]) for s in active]
-            return Lookup(seen.tokens, torch.cat(G, 2), seen.vocabulary)
+            widened = [seen.G if s.param in own else seen.G.new_zeros(*seen.G.shape[:2], s.shape[2]) for s in active]
+            return Lookup(seen.tokens, torch.cat(widened, 2), seen.vocabulary)
         if isinstance(seen, dict):
             U = [seen[own[s.param]].flatten(1) if s.param in own else g.new_zeros(g.shape[0], s.shape[2]) for s in active]
             return Explicit(torch.cat(U, 1).T, self.shape(active))
         h = self.segments[0].shape[0]
-        G, A = (x.unflatten(1, (h, -1)) for x in seen)  # (ϱ, h, n_G, κ), (ϱ, h, n_A, κ)
+        G, A = (x if x.dim() == 3 else x[..., None] for x in seen)
+        G, A = (x.unflatten(1, (h, x.shape[1] // h)) for x in (G, A))  # (ϱ, h, n_G, κ), (ϱ, h, n_A, κ)
         fill = {"weight": lambda width: A, "bias": lambda width: A.new_ones(*A.shape[:2], width, A.shape[3])}
         rows = [
             fill[own[s.param]](s.shape[2]) if s.param in own else A.new_zeros(*A.shape[:2], s.shape[2], A.shape[3])
@@ -110,6 +119,14 @@ class Site:
         ]
         A = rows[0] if len(rows) == 1 else torch.cat(rows, 2)
         return Implicit(G.to(torch.promote_types(G.dtype, A.dtype)), A.to(torch.promote_types(G.dtype, A.dtype)))
+
+
+def differs(count: int, samples: int) -> str:
+    """Why a layer's dimension 0 is not taken as the sample."""
+    return (
+        f"dimension 0 of its input is {count} where the other layers have {samples} samples "
+        "(seng.layers.arrange can say how the sample comes first)"
+    )
 
 
 def survey(module: nn.Module, params: Iterable[nn.Parameter]) -> tuple[list[Site], dict[str, str]]:

@@ -9,6 +9,7 @@ import naive
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import seng
 
@@ -184,7 +185,7 @@ def test_eval_and_no_grad_forwards_in_between_do_not_count():
     assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
 
 
-@pytest.mark.parametrize("drop", ["zero_grad", "model.zero_grad", "p.grad = None"])
+@pytest.mark.parametrize("drop", ["zero_grad", "model.zero_grad", "zeros", "p.grad = None"])
 def test_captures_of_a_skipped_step_are_dropped(drop):
     model = nn.Linear(3, 2)
     x, target = torch.randn(5, 3), torch.randn(5, 2)
@@ -194,8 +195,8 @@ def test_captures_of_a_skipped_step_are_dropped(drop):
     if drop == "zero_grad":
         opt.zero_grad()
         assert len(opt.preconditioner.samples) == 0
-    elif drop == "model.zero_grad":
-        model.zero_grad()
+    elif drop in ("model.zero_grad", "zeros"):
+        model.zero_grad(set_to_none=drop != "zeros")
     else:
         for p in model.parameters():
             p.grad = None
@@ -445,3 +446,134 @@ def test_gradients_that_are_assigned_by_hand():
     for p, grad in zip(model.parameters(), grads, strict=True):
         p.grad = grad
     assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    blocks = []
+    for layer in (model[0], model[2], model[4]):
+        u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
+        blocks.append((u, u.mean(0)))
+    opt = optimizer(model)
+    h = model[0](x)
+    h = checkpoint(model[1:3], h, use_reentrant=reentrant)
+    out = checkpoint(model[3:], h, use_reentrant=reentrant)
+    naive.loss_of(out, target).backward()
+    assert opt.preconditioner.samples.total == 5
+    assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
+
+
+def test_torch_func_and_forward_derivatives_pass_by():
+    model = nn.Linear(3, 2)
+    opt = optimizer(model)
+    x = torch.randn(5, 3)
+    params = dict(model.named_parameters())
+
+    def loss(params, x):
+        return torch.func.functional_call(model, params, (x,)).square().sum()
+
+    torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+    torch.func.jvp(lambda x: loss(params, x), (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        model(torch.autograd.forward_ad.make_dual(x, x))
+    assert len(opt.preconditioner.samples) == 0
+
+
+class FunctionalTie(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+
+    def forward(self, x):
+        return nn.functional.linear(self.table(x).tanh(), self.table.weight)
+
+
+def test_a_weight_that_is_also_used_elsewhere_is_noticed():
+    for strict in (False, True):
+        model = FunctionalTie()
+        opt = optimizer(model, strict=strict)
+        x = torch.randint(7, (6, 4))
+        naive.loss_of(model(x), torch.randn(6, 4, 7)).backward()
+        if strict:
+            with pytest.raises(ValueError, match="do not add up to its gradient"):
+                opt.step()
+        else:
+            with pytest.warns(UserWarning, match="'table' do not add up to its gradient .* its weight is used outside of it"):
+                opt.step()
+
+
+def test_a_forward_that_was_replaced_is_not_trusted():
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: x
+    assert "forward of its own" in seng.layers.kind_of(layer)
+
+
+def test_the_warning_about_positions_is_said_once():
+    model = Positions()
+    opt = optimizer(model, refresh_every=1)
+    with pytest.warns(UserWarning, match="'places'") as caught:
+        for length in (3, 4, 5):
+            opt.zero_grad()
+            naive.loss_of(model(torch.randint(7, (8, length))), torch.randn(8, length, 2)).backward()
+            opt.step()
+    assert len(caught) == 1
+
+
+def test_curvature_batch_that_fails_or_reaches_only_a_part():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    opt = optimizer(model)
+    with pytest.raises(ZeroDivisionError), opt.curvature_batch():
+        raise ZeroDivisionError
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    naive.loss_of(model(x), target).backward()
+    opt.step()
+    assert len(opt.preconditioner.blocks) == 2
+    kept = opt.preconditioner.blocks[1]
+    with opt.curvature_batch():
+        model[0](x).square().mean().backward()
+    opt.zero_grad()
+    naive.loss_of(model(x), target).backward()
+    opt.step()
+    assert opt.preconditioner.blocks[1] is kept
+
+
+@pytest.mark.parametrize("where", ["step", "backward"])
+def test_autocast_does_not_reach_our_own_products(where):
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(30, 20).float()
+        opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=1e-3, curvature=seng.Curvature(form="explicit"))
+        loss = naive.loss_of(model(torch.randn(8, 30).float()), torch.randn(8, 20).float())
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled and where == "backward"):
+            loss.backward()
+        for p in model.parameters():  # the backward's own products under autocast are not at stake
+            p.grad.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+        opt.preconditioner.checked.add(0)
+        before = values(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled and where == "step"):
+            opt.step()
+        results.append(before - values(model))
+    assert naive.relative_error(*results) < 1e-5
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_captures_are_unscaled_by_the_scale_of_their_step(unscale):
+    results = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        opt = optimizer(model, refresh_every=1, lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+        for _ in range(5):
+            opt.zero_grad()
+            scaler.scale(naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))).backward()
+            if unscale:
+                scaler.unscale_(opt)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(opt)
+            scaler.update()
+        results.append(values(model))
+    assert naive.relative_error(*results) < 1e-6

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import Case
 from torch import nn
+from torch.nn.utils import prune
 
 import seng
 
@@ -161,21 +162,22 @@ def own_kinds():
 
     @seng.layers.columns(Scale)
     def _(layer, a, g):
-        return {"gain": (g * a).flatten(1, -2).sum(1)}
+        return {"gain": seng.layers.positions(g * a).sum(1)}
 
     @seng.layers.factors(Affine)
     def _(layer, a, g):
-        return g.flatten(1, -2).mT, a.flatten(1, -2).mT
+        return seng.layers.positions(g).mT, seng.layers.positions(a).mT
 
     yield
     seng.layers.KINDS.clear()
     seng.layers.KINDS.update(before)
 
 
+@pytest.mark.parametrize("shape", [(6, 4), (6, 5, 4), (6, 2, 3, 4)])
 @pytest.mark.parametrize("make", [lambda: Scale(4), lambda: Affine(4, 3)])
-def test_a_kind_of_your_own(own_kinds, make, form):
+def test_a_kind_of_your_own(own_kinds, make, form, shape):
     layer = make()
-    x = torch.randn(6, 5, 4)
+    x = torch.randn(shape)
     target = torch.randn_like(layer(x))
     M = naive.fisher(naive.per_sample_gradients(layer, x, target))
     d, g = step_direction(layer, x, target, form=form)
@@ -200,6 +202,7 @@ def test_subclass_with_a_forward_of_its_own_is_not_trusted():
         (nn.LSTM(2, 2), "no rule for LSTM"),
         (nn.LazyLinear(3), "lazy parameters"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "computed from other tensors"),
+        (prune.l1_unstructured(nn.LayerNorm(4), "weight", 1), "computed from other tensors"),
         (nn.Embedding(3, 2, sparse=True), "sparse gradients"),
         (nn.Embedding(3, 2, scale_grad_by_freq=True), "scale_grad_by_freq"),
     ],

@@ -1,6 +1,7 @@
 """SENG as an optimizer: SGD in the limit, damping and decay against dense references, groups, resuming, bad input."""
 
 import copy
+import dataclasses
 import io
 import itertools
 import pickle
@@ -312,7 +313,9 @@ def test_bad_types_are_refused():
 def test_a_sketch_larger_than_the_layer_is_said_once():
     model = network()
     opt = seng.SENG(model, lr=0.01, refresh_every=1, curvature=seng.Curvature(sketch=Rows(10**6)))
-    with pytest.warns(UserWarning, match=r"Rows\(q=1000000, replacement=False\) is larger than layer '0'") as caught:
+    with pytest.warns(
+        UserWarning, match=r"Rows\(q=1000000, replacement=False\) is larger than layer '0' .*: it is then taken"
+    ) as caught:
         train(model, opt, 3)
     assert len(caught) == 1
 
@@ -521,3 +524,127 @@ def test_a_copy_of_model_and_optimizer_trains_alike_and_apart(how):
     assert torch.equal(parameters(twin), before)
     train(twin, its_opt, 4, 4)
     assert torch.equal(parameters(twin), parameters(model))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25])
+@pytest.mark.parametrize("options", [{"form": "implicit"}, {"combine": "independent", "form": "implicit"}], ids=str)
+def test_bad_captures_of_reduced_factors(bad, options):
+    model = nn.Sequential(nn.Conv2d(4, 6, 3)).float()
+    opt = seng.SENG(model, lr=0.01, refresh_every=9, curvature=seng.Curvature(rank=2, **options))
+    for step in range(3):
+        opt.zero_grad()
+        scale = torch.ones(4, 1, 1, 1).float()
+        scale[1] = bad if step == 0 else 1.0
+        (model(torch.randn(4, 4, 6, 6).float()) * scale).square().sum((1, 2, 3)).mean().backward()
+        for p in model.parameters():
+            p.grad.nan_to_num_(0, 0, 0).clamp_(-1, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opt.step()
+        assert parameters(model).isfinite().all()
+    assert opt.diagnostics()["0"]["form"] != "plain"  # the owed refresh was made up for at the next step
+
+
+def test_a_refresh_that_could_not_be_made_is_made_at_the_next_step():
+    model = network()
+    opt = seng.SENG(model, lr=0.01, refresh_every=50)
+    opt.step()  # no gradients yet
+    assert opt.refresh_due
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    opt.step()  # zeros, as tools make them to fill an optimizer's state
+    assert opt.refresh_due
+    train(model, opt, 1)
+    assert not opt.refresh_due and opt.diagnostics()["0"]["form"] == "merged"
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt.load_state_dict(sgd.state_dict())
+    assert opt.refresh_due
+
+
+def test_add_param_group_that_completes_a_layer_or_is_refused():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    opt = seng.SENG([model[0].weight, model[2].weight], lr=0.1, module=model, refresh_every=2)
+    x, target = torch.randn(6, 5), torch.randn(6, 3)
+
+    def step():
+        opt.zero_grad()
+        naive.loss_of(model(x), target).backward()
+        opt.step()
+
+    step()
+    with pytest.raises(ValueError, match="are not the module's"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    step()
+    opt.add_param_group({"params": [model[0].bias, model[2].bias]})
+    step()
+    assert len(opt.preconditioner.covered[0]) == 2 and len(opt.param_groups) == 2
+
+
+def test_a_checkpoint_of_other_shapes_or_damping_loads_without_its_curvature():
+    small, large = nn.Linear(3, 4), nn.Linear(4, 3)
+    saved, other = seng.SENG(small, lr=0.1, momentum=0.0), seng.SENG(large, lr=0.1, momentum=0.0)
+    small(torch.randn(5, 3)).square().mean().backward()
+    saved.step()
+    other.load_state_dict(saved.state_dict())
+    assert not other.preconditioner.blocks and other.refresh_due
+    absolute = seng.SENG(small, lr=0.1, units="paper", curvature=seng.Curvature(relative_damping=False))
+    absolute.load_state_dict(saved.state_dict())
+    assert not absolute.preconditioner.blocks[0].relative
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), None])
+def test_a_damping_that_goes_bad_later_is_refused(value):
+    model = network()
+    opt = seng.SENG(model, lr=0.01)
+    train(model, opt, 1)
+    opt.param_groups[0]["damping"] = value
+    with pytest.raises((ValueError, TypeError), match="damping is"):
+        train(model, opt, 1)
+
+
+def test_a_curvature_can_be_varied_field_by_field():
+    for field, value in (("form", "explicit"), ("combine", "independent"), ("rank", 3)):
+        assert getattr(dataclasses.replace(seng.Curvature(), **{field: value}), field) == value
+    assert seng.Curvature().averaging == 0.8 and seng.Curvature(form="explicit").averaging == 0
+
+
+def test_only_the_same_parameters_are_accumulated():
+    model = nn.LayerNorm(4)
+    nn.init.normal_(model.weight)
+    curvature = seng.Curvature(decay=0.8, relative_damping=False)
+    opt = seng.SENG(model, lr=0.1, momentum=0.0, damping=0.3, units="paper", refresh_every=1, curvature=curvature)
+    for trained, frozen in ((model.weight, model.bias), (model.bias, model.weight)):
+        trained.requires_grad_(True)
+        frozen.requires_grad_(False)
+        x, target = torch.randn(6, 4), torch.randn(6, 4)
+        u = naive.per_sample_gradients(model, x, target, [trained])
+        before = trained.detach().clone()
+        opt.zero_grad()
+        naive.loss_of(model(x), target).backward()
+        opt.step()
+        want = 0.1 * naive.dense_direction(naive.fisher(u), u.mean(0), 0.3)
+        assert naive.relative_error(before - trained.detach(), want) < 1e-9
+
+
+def test_a_kronecker_sketch_with_one_side_too_large_says_which():
+    model = network()
+    opt = seng.SENG(model, lr=0.01, curvature=seng.Curvature(sketch=KroneckerRows(10**6, 3)))
+    with pytest.warns(UserWarning, match="that side of it is then taken exactly"):
+        train(model, opt, 1)
+
+
+def test_failed_solves_are_remembered_and_reported():
+    model = nn.Linear(3, 2)
+    opt = seng.SENG(model, lr=0.1, refresh_every=2, curvature=seng.Curvature(form="explicit"))
+
+    def step():
+        opt.zero_grad()
+        naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+        opt.step()
+
+    step()
+    opt.preconditioner.blocks[0].failures += 3
+    step()
+    with pytest.warns(UserWarning, match="3 solves failed and took the plain gradient"):
+        step()
+    assert opt.diagnostics()["Linear"]["solves_failed"] == 3

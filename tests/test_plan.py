@@ -76,6 +76,18 @@ def test_explain_tells_what_is_not_covered_and_why():
     assert "plain gradient: 1.weight_ih_l0: no rule for LSTM" in str(explanation)
 
 
+def test_explain_leaves_frozen_layers_out():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    assert [p.dims.name for p in seng.explain(model, torch.randn(5, 3)).plans] == ["1"]
+
+
+def test_leaving_the_largest_layer_out_gives_the_others_their_rank_back():
+    huge = Dims("huge", (1, 10**4, 10**4), 1, 256, None)
+    chosen = plan([huge, SMALL], seng.Curvature(rank=16), 10**5)
+    assert [p.form for p in chosen] == ["plain", "merged"] and chosen[1].rank == 16
+
+
 LARGE = Dims("large", (1, 1000, 2000), 1, 256, None)
 SMALL = Dims("small", (1, 10, 20), 4, 256, None)
 NORM = Dims("norm", (1, 1, 128), 1, 256, "explicit")
