@@ -88,7 +88,7 @@ def main() -> None:
     contenders = {
         "sgd": contender(lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9)),
         "seng": contender(lambda m: seng.SENG(m, lr=0.01, refresh_every=10**9)),
-        "seng, k = 16": contender(lambda m: seng.SENG(m, lr=0.01, refresh_every=10**9, curvature=seng.Curvature(rank=16))),
+        "seng, k = 64": contender(lambda m: seng.SENG(m, lr=0.01, refresh_every=10**9, curvature=seng.Curvature(rank=64))),
     }
 
     def backward(c: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """SENG: sketchy empirical natural gradient descent for PyTorch."""
 
 from seng import layers, schedules, sketch
+from seng.attach import Attachment, attach
 from seng.curvature import Curvature
-from seng.optimizer import SENG, Attachment, attach
+from seng.optimizer import SENG
 from seng.plan import Explanation, explain
 from seng.version import __version__
 

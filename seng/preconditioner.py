@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from seng.block import Block, build
 from seng.capture import Capture
+from seng.checks import check_options
 from seng.curvature import Curvature, Units
 from seng.numerics import reduced
 from seng.operators import Implicit, Operator
@@ -26,6 +27,9 @@ from seng.plan import Plan, budget, plan, site_dims
 from seng.samples import Samples
 from seng.sites import Segment, Site, survey
 from seng.state import pack, unpack
+
+DAMPING = 0.01  # of the largest eigenvalue; the smallest that was safe, and the best, of what was tried (docs/tuning.md)
+REFRESH_EVERY = 20  # as good as every 5 or 10, at a quarter of the cost
 
 
 class Preconditioner:
@@ -296,21 +300,6 @@ class Preconditioner:
         self._rearm()
 
 
-def check_options(curvature: Curvature, refresh_every: int, units: str) -> None:
-    """The options that `SENG` and `attach` share."""
-    if not isinstance(curvature, Curvature):
-        raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
-    if not isinstance(refresh_every, int) or isinstance(refresh_every, bool) or refresh_every < 1:
-        raise ValueError(f"refresh_every is a number of steps, at least 1, not {refresh_every!r}")
-    if units not in ("sgd", "paper"):
-        raise ValueError(f"unknown units {units!r}; use 'sgd' (λ → ∞ is SGD) or 'paper' (the paper's formula)")
-    if units == "paper" and curvature.relative_damping:
-        raise ValueError(
-            "units='paper' divides by one λ for all layers, so the damping cannot be relative: "
-            "use Curvature(relative_damping=False) or units='sgd'"
-        )
-
-
 def _loss_scale() -> float:
     """The scale of the GradScaler whose step() runs this one: the gradients are unscaled by now, the captures are not."""
     frame = sys._getframe()
@@ -324,18 +313,6 @@ def _loss_scale() -> float:
 def _wide(U: Implicit) -> Implicit:
     """Half precision is enough for captured factors, not for their products."""
     return U.to(torch.promote_types(U.G.dtype, torch.float32))
-
-
-def check_number(name: str, value: object, *, positive: bool = False) -> None:
-    """Refuse what is not a number of the range that the option has."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is a number, not {value!r}") from None
-    if positive and not number > 0:
-        raise ValueError(f"{name} is λ, a number above 0, not {value!r}")
-    if not number >= 0:
-        raise ValueError(f"{name} must be at least 0, not {value!r}")
 
 
 def _one_damping(site: Site, damping: Callable[[nn.Parameter], float]) -> float:

@@ -8,14 +8,14 @@ over the first ϱ samples.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from seng.operators import Implicit, Lookup, Operator, added, stacked
+from seng.operators import Explicit, Implicit, Lookup, Operator
 from seng.sites import Member, Segment, Site, differs
 
 
@@ -144,3 +144,38 @@ def _mode(module: nn.Module, training: bool) -> Iterator[None]:
         yield
     finally:
         module.training = now
+
+
+def added(U: Operator, V: Operator) -> Operator:
+    """U + V, column by column: one layer used twice in a backward, or two that share a weight."""
+    if isinstance(U, Lookup) and isinstance(V, Lookup):
+        return Lookup(torch.cat([U.tokens, V.tokens], 1), torch.cat([U.G, V.G], 1), U.vocabulary)
+    if isinstance(U, Explicit) or isinstance(V, Explicit):
+        return Explicit(U.explicit().U + V.explicit().U, U.shape)
+    P, R = (W.implicit() if isinstance(W, Lookup) else W for W in (U, V))
+    assert isinstance(P, Implicit) and isinstance(R, Implicit)
+    return Implicit(torch.cat([P.G, R.G], 3), torch.cat([P.A, R.A], 3))
+
+
+def stacked(parts: Sequence[Operator]) -> Operator:
+    """[U_1, U_2, …], sample after sample: micro-batches of one step."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(U, Implicit) for U in parts):
+        return Implicit(*(_padded_cat([getattr(U, name) for U in parts], dim=3) for name in ("G", "A")))
+    if all(isinstance(U, Lookup) for U in parts):
+        tokens, G = (_padded_cat([getattr(U, name) for U in parts], dim=1) for name in ("tokens", "G"))
+        return Lookup(tokens, G, parts[0].shape[1])
+    return Explicit(torch.cat([U.explicit().U for U in parts], 1), parts[0].shape)
+
+
+def _padded_cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate along dimension 0; where the number of positions differs, empty ones are added."""
+    width = max(t.shape[dim] for t in parts)
+    padded = [
+        t
+        if t.shape[dim] == width
+        else torch.cat([t, t.new_zeros(*t.shape[:dim], width - t.shape[dim], *t.shape[dim + 1 :])], dim)
+        for t in parts
+    ]
+    return torch.cat(padded)

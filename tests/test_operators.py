@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seng import numerics, operators
-from seng.operators import Explicit, Implicit, Independent, Lookup, Merged, added, stacked
+from seng.operators import Explicit, Implicit, Independent, Lookup, Merged
+from seng.samples import added, stacked
 
 
 def implicit(samples=5, h=1, n_G=4, n_A=3, r=2) -> Implicit:

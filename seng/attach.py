@@ -1,0 +1,103 @@
+"""`attach`: SENG's preconditioning for any torch optimizer, just before each of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from seng.checks import check_number
+from seng.curvature import Curvature, Units
+from seng.distributed import check_strategy
+from seng.optimizer import SENG
+from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
+
+
+class Attachment:
+    """The handle that `attach` returns."""
+
+    def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner, damping: float) -> None:
+        self.preconditioner = preconditioner
+        self.damping = damping  # may be changed at any time; acts at the next step
+        self._optimizer = optimizer
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            self._apply()
+            return None
+
+        def preconditioned() -> Any:
+            loss = closure()
+            self._apply()
+            return loss
+
+        return (args[0], preconditioned, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        params: Iterable[nn.Parameter] = (p for group in self._optimizer.param_groups for p in group["params"])
+        grads = {p: p.grad for p in params if p.grad is not None}
+        check_number("damping", self.damping, positive=True)
+        for p, d in self.preconditioner.directions(grads, lambda _: float(self.damping)).items():
+            if d is not p.grad:
+                grads[p].copy_(d)
+
+    def remove(self) -> None:
+        """Leave the optimizer and the module as they were."""
+        self._hook.remove()
+        self.preconditioner.capture.remove()
+
+    def curvature_batch(self) -> AbstractContextManager[None]:
+        """As `SENG.curvature_batch`."""
+        return self.preconditioner.curvature_batch()
+
+    def diagnostics(self) -> dict[str, dict[str, Any]]:
+        """Per layer, from the last refresh."""
+        return self.preconditioner.diagnostics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Damping and curvature; the optimizer's own state is saved through the optimizer."""
+        sites, state = self.preconditioner.sites, self.preconditioner.state()
+        return {"damping": self.damping, "layers": {site.name: state[site.lead] for site in sites}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.damping = state_dict["damping"]
+        sites = self.preconditioner.sites
+        self.preconditioner.load_state({s.lead: state_dict["layers"][s.name] for s in sites if s.name in state_dict["layers"]})
+
+
+def attach(
+    optimizer: Optimizer,
+    module: nn.Module,
+    *,
+    damping: float = DAMPING,
+    refresh_every: int = REFRESH_EVERY,
+    curvature: Curvature | None = None,
+    units: Units = "sgd",
+    strategy: str | None = None,
+    strict: bool = False,
+) -> Attachment:
+    """Precondition the gradients of any torch optimizer, in place, just before each of its steps."""
+    if isinstance(optimizer, SENG):
+        raise TypeError("SENG preconditions its own gradients: attach is for other optimizers")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"attach takes a torch optimizer first and the module second, not {type(optimizer).__name__}")
+    check_number("damping", damping, positive=True)
+    check_strategy(strategy)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    engine = Preconditioner(
+        module,
+        params,
+        curvature=curvature or Curvature(),
+        refresh_every=refresh_every,
+        units=units,
+        strict=strict,
+    )
+    return Attachment(optimizer, engine, damping)

@@ -1,0 +1,32 @@
+"""Options that are refused, each with what was given, what was expected and what to do."""
+
+from __future__ import annotations
+
+from seng.curvature import Curvature
+
+
+def check_options(curvature: Curvature, refresh_every: int, units: str) -> None:
+    """The options that `SENG` and `attach` share."""
+    if not isinstance(curvature, Curvature):
+        raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
+    if not isinstance(refresh_every, int) or isinstance(refresh_every, bool) or refresh_every < 1:
+        raise ValueError(f"refresh_every is a number of steps, at least 1, not {refresh_every!r}")
+    if units not in ("sgd", "paper"):
+        raise ValueError(f"unknown units {units!r}; use 'sgd' (λ → ∞ is SGD) or 'paper' (the paper's formula)")
+    if units == "paper" and curvature.relative_damping:
+        raise ValueError(
+            "units='paper' divides by one λ for all layers, so the damping cannot be relative: "
+            "use Curvature(relative_damping=False) or units='sgd'"
+        )
+
+
+def check_number(name: str, value: object, *, positive: bool = False) -> None:
+    """Refuse what is not a number of the range that the option has."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is a number, not {value!r}") from None
+    if positive and not number > 0:
+        raise ValueError(f"{name} is λ, a number above 0, not {value!r}")
+    if not number >= 0:
+        raise ValueError(f"{name} must be at least 0, not {value!r}")
