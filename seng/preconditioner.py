@@ -141,8 +141,8 @@ class Preconditioner:
         return out
 
     def _refresh(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        # Without a backward, as tools step to fill an optimizer's state, the refresh is still owed.
-        self.missed = len(self.samples) == 0
+        # Without samples, as when tools step to fill an optimizer's state, the refresh is still owed.
+        self.missed = self.samples.total == 0
         found: list[int] = []
         for index, site in enumerate(self.sites):
             reason = self.samples.mismatch(index)
@@ -171,7 +171,7 @@ class Preconditioner:
     def _build(self, index: int, chosen: Plan, grads: Mapping[nn.Parameter, Tensor]) -> None:
         site, active = self.sites[index], self.samples.active[index]
         U = self.samples.take(index, _dtype(site.lead)).scaled(1 / self.loss_scale)
-        self._check_sum(index, U, site.gather(active, grads, _dtype(site.lead)))
+        self._check_sum(index, chosen, U, site.gather(active, grads, _dtype(site.lead)))
         previous = self.blocks.get(index)
         same = previous if self.covered.get(index) == active else None  # only the same parameters can be accumulated
         block = build(U, chosen, self.curvature, self._generator(index), same)
@@ -192,11 +192,11 @@ class Preconditioner:
                 f"layer '{site.name}': {int(previous.failures)} solves failed and took the plain gradient (see diagnostics())",
             )
 
-    def _check_sum(self, index: int, U: Operator, g: Tensor) -> None:
+    def _check_sum(self, index: int, chosen: Plan, U: Operator, g: Tensor) -> None:
         """Whether the samples add up to the gradient, up to scale; once per layer. If not, U tells only a part of the story."""
         name = self.sites[index].name
-        cut = self._reduces and self.samples.kappa(index) > self.curvature.rank
-        partial = cut or self.own_batch or self.curvature.samples is not None
+        reduced_factors = chosen.form == "implicit" and chosen.dims.kappa > chosen.rank
+        partial = reduced_factors or self.own_batch or self.curvature.samples is not None
         if index in self.checked or partial or not U.samples:
             return
         self.checked.add(index)
@@ -216,19 +216,13 @@ class Preconditioner:
             what = "it" if sketch.covers(d.shape) else "that side of it"
             self._say_once("sketch", f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}: {what} is then taken exactly")
 
-    @property
-    def _reduces(self) -> bool:
-        """Whether factors are wanted as factors, reduced to the rank."""
-        return self.curvature.form == "implicit" or self.curvature.combine == "independent"
-
     def _keep(self, site: Site, U: Operator) -> Operator:
         """What waits until step(): the smaller of columns and factors, or reduced factors where they are asked for."""
         if not isinstance(U, Implicit):
             return U
-        if self._reduces:
-            if self.curvature.rank >= U.rank:
-                return U
-            return reduced(_wide(U), self.curvature.rank, self._generator(self.sites.index(site)))
+        (chosen,) = plan([site_dims(site, U.rank, U.samples)], self.curvature)
+        if chosen.form == "implicit":
+            return U if chosen.rank >= U.rank else reduced(_wide(U), chosen.rank, self._generator(self.sites.index(site)))
         _, n_G, n_A = U.shape
         return _wide(U).explicit() if n_G * n_A <= (n_G + n_A) * U.rank else U
 

@@ -648,3 +648,16 @@ def test_failed_solves_are_remembered_and_reported():
     with pytest.warns(UserWarning, match="3 solves failed and took the plain gradient"):
         step()
     assert opt.diagnostics()["Linear"]["solves_failed"] == 3
+
+
+def test_the_papers_plan_keeps_small_layers_exact():
+    """combine="independent" with form="auto": below the threshold U is explicit, and no factor is reduced on the way."""
+    model = nn.Conv2d(2, 3, 3)
+    x, target = torch.randn(5, 2, 8, 8), torch.randn(5, 3, 6, 6)
+    curvature = seng.Curvature(combine="independent", rank=1, relative_damping=False)
+    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=0.3, units="paper", curvature=curvature)
+    u = naive.per_sample_gradients(model, x, target)
+    before = parameters(model)
+    naive.loss_of(model(x), target).backward()
+    opt.step()
+    assert naive.relative_error(before - parameters(model), naive.dense_direction(naive.fisher(u), u.mean(0), 0.3)) < 1e-9
