@@ -27,8 +27,8 @@ class SENG(Optimizer):
 
     `params` is a module, parameters or param groups; with the latter two, `module` says where the layers are. An SGD recipe's
     lr and weight_decay are the place to start. `lr`, `momentum`, `nesterov`, `weight_decay`, `damping` and `maximize` live in
-    the param groups; a layer takes the damping of its weight's group. Defaults: damping 0.01 (of each layer's largest
-    eigenvalue) and a refresh every 20 steps did best of what was tried; see docs/tuning.md.
+    the param groups; a layer takes the damping of its weight's group. The defaults of damping (relative
+    to each layer's largest eigenvalue) and refresh_every, and why: docs/tuning.md.
     """
 
     def __init__(

@@ -28,8 +28,10 @@ from seng.samples import Samples
 from seng.sites import Segment, Site, survey
 from seng.state import pack, unpack
 
-DAMPING = 0.01  # of the largest eigenvalue; the smallest that was safe, and the best, of what was tried (docs/tuning.md)
-REFRESH_EVERY = 20  # as good as every 5 or 10, at a quarter of the cost
+DAMPING = (
+    0.01  # of the largest eigenvalue: smaller is no better than noise on digits, and 0.03 and more is worse (docs/tuning.md)
+)
+REFRESH_EVERY = 20  # on digits more often was no better, and 50 or 100 as good; kept for noisier problems
 
 
 class Preconditioner:
