@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
 class Attachment:
     """The handle that `attach` returns."""
 
-    def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner, damping: float) -> None:
-        self.preconditioner = preconditioner
+    def __init__(self, optimizer: Optimizer, engine: partial[Preconditioner], damping: float) -> None:
+        self.preconditioner = engine(params=_params(optimizer))
+        self._engine = engine
         self.damping = damping  # may be changed at any time; acts at the next step
         self._optimizer = optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_step)
@@ -41,7 +42,12 @@ class Attachment:
 
     @torch.no_grad()
     def _apply(self) -> None:
-        params: Iterable[nn.Parameter] = (p for group in self._optimizer.param_groups for p in group["params"])
+        params = _params(self._optimizer)
+        if len(params) != self.preconditioner.count:  # add_param_group
+            before = self.preconditioner
+            self.preconditioner = self._engine(params=params, warned=before.warned)
+            before.capture.remove()
+            self.preconditioner.load_state(before.state())
         grads = {p: p.grad for p in params if p.grad is not None}
         check_number("damping", self.damping, positive=True)
         for p, d in self.preconditioner.directions(grads, lambda _: float(self.damping)).items():
@@ -91,13 +97,16 @@ def attach(
         raise TypeError(f"attach takes a torch optimizer first and the module second, not {type(optimizer).__name__}")
     check_number("damping", damping, positive=True)
     check_strategy(strategy)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    engine = Preconditioner(
+    engine = partial(
+        Preconditioner,
         module,
-        params,
         curvature=curvature or Curvature(),
         refresh_every=refresh_every,
         units=units,
         strict=strict,
     )
     return Attachment(optimizer, engine, damping)
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

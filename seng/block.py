@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seng.curvature import Curvature
-from seng.numerics import cholesky, eigh, leading, merged, reduced, wide
+from seng.numerics import averaged, cholesky, eigh, leading, reduced, wide
 from seng.operators import Implicit, Independent, Merged, Operator
 from seng.plan import Plan
 from seng.sketch import Identity, Omega
@@ -92,10 +92,7 @@ def build(U: Operator, plan: Plan, curvature: Curvature, generator: torch.Genera
     if plan.form == "merged":
         U, omega = leading(U, omega.of(U), plan.rank), Identity()
         if curvature.averaging and previous is not None and isinstance(previous.U, Merged):
-            old, new = (next(V.rows())[1].T for V in (previous.U, U))  # QΣ of both
-            U = merged(
-                torch.cat([curvature.averaging**0.5 * old, (1 - curvature.averaging) ** 0.5 * new], 1), plan.rank, U.shape
-            )
+            U = averaged(previous.U, U, curvature.averaging, plan.rank)
     gram = omega.of(U).gram()
     top = U.eigenvalues[0] if isinstance(U, Merged) else eigh(gram)[0][0]
     sound = top.isfinite() and all(t.isfinite().all() for t in U.tensors())

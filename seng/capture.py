@@ -49,8 +49,8 @@ class _Hook:
         trained = any(p.requires_grad for p in layer._parameters.values() if p is not None)
         if not (trained and torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad):
             return None
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-            return None  # torch.func and forward-mode derivatives: not a training backward
+        if not torch.compiler.is_compiling() and _transformed():
+            return None
         a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         # Inside a backward this is a recomputation (reentrant checkpointing), which belongs to that backward.
         outer = torch._C._current_graph_task_id()
@@ -58,6 +58,11 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _inert, ()
+
+
+def _transformed() -> bool:
+    """Inside torch.func or forward-mode differentiation, which is not a training backward."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _nothing(*_: Any) -> None:

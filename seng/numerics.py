@@ -54,15 +54,31 @@ def merged(Y: Tensor, rank: int, layout: Shape) -> Merged:
     YᵀY = W diag(σ²) Wᵀ gives Q = Y W diag(1/σ); where Y is wider than tall, YYᵀ gives Q itself.
     """
     n, m = Y.shape
-    k = min(rank, n, m)
     if n <= m:
         values, Q = eigh(Y @ Y.T)
+        k = min(rank, n)
         return Merged(Q[:, :k].contiguous(), values[:k], layout)
-    values, W = (t[..., :k] for t in eigh(Y.T @ Y))
-    floor = values[:1] * torch.finfo(Y.dtype).eps * m  # below it, a column of Q would be rounding noise
-    kept = values > floor
+    values, W = _leading(Y.T @ Y, rank)
+    return Merged(Y @ W, values, layout)
+
+
+def averaged(old: Merged, new: Merged, decay: float, rank: int) -> Merged:
+    """δM_old + (1 − δ)M_new, the leading `rank`: the same for Y = [√δ·QΣ, √(1−δ)·(QΣ)_new], which is not formed."""
+    a, b = (decay * old.eigenvalues).sqrt(), ((1 - decay) * new.eigenvalues).sqrt()
+    if old.n <= len(a) + len(b):
+        return merged(torch.cat([old.Q * a, new.Q * b], 1), rank, new.shape)
+    across = a[:, None] * (old.Q.T @ new.Q) * b
+    gram = torch.cat([torch.cat([a.square().diag(), across], 1), torch.cat([across.T, b.square().diag()], 1)])
+    values, W = _leading(gram, rank)
+    return Merged(old.Q @ (a[:, None] * W[: len(a)]) + new.Q @ (b[:, None] * W[len(a) :]), values, new.shape)
+
+
+def _leading(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """σ² and W diag(1/σ) of YᵀY = W diag(σ²) Wᵀ; zero where a column of Q would be rounding noise."""
+    values, W = (t[..., :rank] for t in eigh(gram))
+    kept = values > values[:1] * torch.finfo(gram.dtype).eps * len(gram)
     values = torch.where(kept, values, 0)
-    return Merged(Y @ (W * torch.where(kept, values, 1).rsqrt() * kept), values, layout)
+    return values, W * torch.where(kept, values, 1).rsqrt() * kept
 
 
 def leading(U: Operator, Xi: Operator, rank: int) -> Merged:

@@ -181,14 +181,18 @@ class Implicit(Operator):
                 yield slice(i * group + j * n_A, i * group + min(j + step, n_G) * n_A), X.flatten(1)
 
     def rmv(self, z: Tensor) -> Tensor:
-        """Σ_j g_ijᵀ mat(z) a_ij (eq. 18)."""
-        return ((z.view(self.shape).mT @ self.G) * self.A).sum((1, 2, 3))
+        """Σ_j g_ijᵀ mat(z) a_ij (eq. 18), one product of size n_A × n_G × ϱr."""
+        G, A = self._side_by_side()
+        return ((z.view(self.shape).mT @ G) * A).sum((0, 1)).view(self.samples, self.rank).sum(1)
 
     def mv(self, c: Tensor) -> Tensor:
         """Σ_i c_i vec(G_i A_iᵀ), one product of size n_G × ϱr × n_A (eq. 22)."""
-        G = (self.G * c[:, None, None, None]).permute(1, 2, 0, 3).flatten(2)  # (h, n_G, ϱr)
-        A = self.A.permute(1, 2, 0, 3).flatten(2)  # (h, n_A, ϱr)
-        return (G @ A.mT).flatten()
+        G, A = self._side_by_side()
+        return ((G * c.repeat_interleave(self.rank)) @ A.mT).flatten()
+
+    def _side_by_side(self) -> tuple[Tensor, Tensor]:
+        """G̃ (h, n_G, ϱr) and Ã (h, n_A, ϱr) (eq. 16)."""
+        return self.G.permute(1, 2, 0, 3).flatten(2), self.A.permute(1, 2, 0, 3).flatten(2)
 
     def gram(self) -> Tensor:
         """UᵀU by the cheaper of the two contractions."""
@@ -199,8 +203,7 @@ class Implicit(Operator):
 
     def gram_by_factors(self) -> Tensor:
         """elesum((A_iᵀA_j) ⊙ (G_iᵀG_j)) for every pair (eqs. 20 and 21)."""
-        G = self.G.permute(1, 2, 0, 3).flatten(2)  # (h, n_G, ϱr)
-        A = self.A.permute(1, 2, 0, 3).flatten(2)  # (h, n_A, ϱr)
+        G, A = self._side_by_side()
         h, r = G.shape[0], self.rank
         step = max(1, CHUNK // max(1, h * r * r * self.samples))
         out = self._zeros(self.samples, self.samples)

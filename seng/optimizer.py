@@ -176,6 +176,8 @@ class SENG(Optimizer):
 
         with opt.curvature_batch():
             loss(model(x_other), y_other).backward()     # no gradient is left behind; the next step refreshes
+
+        The loss is taken as it is: under a GradScaler, do not scale it.
         """
         return self._covered().curvature_batch()
 

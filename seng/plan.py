@@ -103,7 +103,7 @@ def paper_form(d: Dims) -> tuple[Kept, str]:
 
 
 def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None) -> list[Plan]:
-    """One form per layer; where they do not fit the budget, the rank is halved, and only then is the largest layer left out."""
+    """One form per layer. Where the budget is too small, the rank is halved; then the largest layer keeps factors, or nothing."""
     plans = [_first_choice(d, curvature, curvature.rank) for d in dims]
     needed = sum(p.bytes for p in plans)
     if budget is None or needed <= budget:
@@ -113,20 +113,25 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None) 
             f"form='explicit' needs {_size(needed)} where memory={curvature.memory!r} allows {_size(budget)}: "
             "use form='auto', fewer samples or more memory"
         )
-    left_out: set[str] = set()
+    demoted: dict[str, Kept] = {}  # layers that are too large for their first choice
     while True:
         rank = curvature.rank
         while rank >= 1:
-            plans = [_within(d, curvature, rank, budget, d.name in left_out) for d in dims]
+            plans = [_within(d, curvature, rank, budget, demoted.get(d.name)) for d in dims]
             if sum(p.bytes for p in plans) <= budget:
                 return plans
             rank //= 2
-        left_out.add(max(plans, key=lambda p: p.bytes).dims.name)
+        largest = max(plans, key=lambda p: p.bytes)
+        factors = Plan(largest.dims, "implicit", 1, "")
+        smaller = largest.form == "merged" and largest.dims.own is None and factors.bytes < largest.bytes
+        demoted[largest.dims.name] = "implicit" if smaller else "plain"
 
 
-def _within(d: Dims, curvature: Curvature, rank: int, budget: int, left_out: bool) -> Plan:
-    if left_out:
+def _within(d: Dims, curvature: Curvature, rank: int, budget: int, demoted: Kept | None) -> Plan:
+    if demoted == "plain":
         return Plan(d, "plain", 0, f"does not fit into {_size(budget)} of memory")
+    if demoted == "implicit":
+        return Plan(d, "implicit", rank, f"a basis does not fit into {_size(budget)}: factors, replaced at each refresh")
     choice = _first_choice(d, curvature, rank)
     shrunk = rank < curvature.rank and choice.rank == rank
     return replace(choice, why=f"{choice.why}; rank {rank} to fit memory") if shrunk else choice

@@ -50,6 +50,7 @@ class Preconditioner:
     ) -> None:
         check_options(curvature, refresh_every, units)
         params = list(params)
+        self.count = len(params)
         inside = set(module.parameters())
         foreign = [tuple(p.shape) for p in params if p not in inside]
         if foreign:
@@ -70,7 +71,10 @@ class Preconditioner:
         self.steps = 0
         self.own_batch = False  # whether this step's curvature comes from a batch of its own
         self.loss_scale = 1.0
-        self.missed = False  # whether the last refresh is still owed to some layer
+        self.missed = False  # whether the last refresh found no samples at all
+        self.loaded = False  # whether a state was loaded since the last step, which drops what was captured
+        self.owed: set[int] = set()  # sites in use that have no curvature yet
+        self.refused: set[int] = set()  # sites that take the plain gradient by decision
         self.blocks: dict[int, Block] = {}
         self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
         self.plans: dict[int, Plan] = {}
@@ -83,7 +87,7 @@ class Preconditioner:
     @property
     def refresh_due(self) -> bool:
         """Whether the coming step refreshes the curvature."""
-        return self.own_batch or self.missed or self.steps % self.refresh_every == 0
+        return self.own_batch or self.missed or bool(self.owed) or self.steps % self.refresh_every == 0
 
     def _rearm(self) -> None:
         self.samples.clear()
@@ -126,8 +130,10 @@ class Preconditioner:
         self, grads: Mapping[nn.Parameter, Tensor], damping: Callable[[nn.Parameter], float]
     ) -> dict[nn.Parameter, Tensor]:
         if self.refresh_due:
-            self.loss_scale = _loss_scale()
+            self.loss_scale = 1.0 if self.own_batch else _loss_scale()
             self._refresh(grads)
+        self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
+        self.loaded = False
         out = dict(grads)
         for index, block in self.blocks.items():
             site, active = self.sites[index], self.covered[index]
@@ -142,6 +148,19 @@ class Preconditioner:
         self._rearm()
         return out
 
+    def _in_use(self, index: int, grads: Mapping[nn.Parameter, Tensor]) -> bool:
+        return any(s.param in grads and bool(grads[s.param].any()) for s in self.sites[index].active())
+
+    def _take_plain(self, index: int) -> None:
+        self.blocks.pop(index, None)
+        self.refused.add(index)
+        self.owed.discard(index)
+
+    def _bare(self, index: int, grads: Mapping[nn.Parameter, Tensor]) -> bool:
+        """Whether a site that should have curvature is in use without any."""
+        known = index in self.blocks or index in self.refused or index in self.owed
+        return not known and self._in_use(index, grads)
+
     def _refresh(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
         # Without samples, as when tools step to fill an optimizer's state, the refresh is still owed.
         self.missed = self.samples.total == 0
@@ -150,11 +169,10 @@ class Preconditioner:
             reason = self.samples.mismatch(index)
             if reason is not None:
                 self._refuse(site.name, f"layer '{site.name}' takes the plain gradient: {reason}")
-                self.blocks.pop(index, None)
-                continue
-            if self.samples.captured(index):
+                self._take_plain(index)
+            elif self.samples.captured(index):
                 found.append(index)
-            elif not self.own_batch and any(s.param in grads and grads[s.param].any() for s in site.active()):
+            elif not (self.own_batch or self.loaded) and self._in_use(index, grads):
                 raise RuntimeError(
                     f"layer '{site.name}' has a gradient but was not captured on this refresh step. Its forward must run "
                     "after the optimizer is built (and before torch.compile traces it), through the module itself; if its "
@@ -165,7 +183,9 @@ class Preconditioner:
         for index, chosen in zip(found, plan(dims, self.curvature, self.budget), strict=True):
             self.plans[index] = chosen
             if chosen.form == "plain":
-                self.blocks.pop(index, None)
+                name = self.sites[index].name
+                self._refuse(name, f"layer '{name}' takes the plain gradient: {chosen.why}")
+                self._take_plain(index)
                 continue
             self._check_sketch(chosen)
             self._build(index, chosen, grads)
@@ -181,8 +201,9 @@ class Preconditioner:
             if previous is not None:
                 block.failures += previous.failures
             self.blocks[index], self.covered[index] = block, active
-        elif U.samples:  # the last good curvature stays; without one the layer takes the plain gradient and tries again
-            self.missed |= previous is None
+            self.owed.discard(index)
+            self.refused.discard(index)
+        elif U.samples:  # the last good curvature stays; without one the layer takes the plain gradient, and is owed a refresh
             self.failures[index] = self.failures.get(index, 0) + 1
             self._say_once(
                 f"{site.name} dropped",
@@ -206,10 +227,11 @@ class Preconditioner:
         size = total.norm() * g.norm()
         cosine = float(total @ g / size) if size > 0 else 1.0
         if cosine < 0.9:
-            self._refuse(
+            self._say_once(
                 f"{name} sum",
                 f"the captured samples of layer '{name}' do not add up to its gradient (cosine {cosine:.2f}): its weight is "
-                "used outside of it, a hook changes its output, or the gradient was changed after the backward",
+                "used outside of it, a hook changes its output, the loss has a penalty on its weight, or the gradient was "
+                "changed after the backward; its curvature is that of the captured part",
             )
 
     def _check_sketch(self, chosen: Plan) -> None:
@@ -293,6 +315,8 @@ class Preconditioner:
                 block.relative = self.curvature.relative_damping
                 self.blocks[index], self.covered[index] = block, active
         self.missed = not self.blocks
+        self.loaded = True
+        self.owed.clear()
         self._rearm()
 
 

@@ -99,16 +99,42 @@ def test_the_handle_keeps_its_own_state():
     assert attached.damping == 0.1
 
 
-def test_damping_may_change_and_curvature_may_have_its_own_batch():
+def test_damping_may_change():
     model, plain = network(), network()
     opt = torch.optim.SGD(model.parameters(), lr=0.05)
     handle = seng.attach(opt, model)
-    with handle.curvature_batch():
-        naive.loss_of(model(torch.randn(9, 5)), torch.randn(9, 3)).backward()
     handle.damping = 1e15
     train(model, opt, 3)
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.05), 3)
     torch.testing.assert_close(values(model), values(plain))
+
+
+def test_curvature_from_a_batch_of_its_own_is_sengs():
+    results = []
+    for attached in (False, True):
+        model = network()
+        opt = torch.optim.SGD(model.parameters(), lr=0.05) if attached else seng.SENG(model, lr=0.05, momentum=0.0)
+        source = seng.attach(opt, model) if attached else opt
+        generator = torch.Generator().manual_seed(9)
+        with source.curvature_batch():
+            x, target = torch.randn(9, 5, generator=generator), torch.randn(9, 3, generator=generator)
+            naive.loss_of(model(x), target).backward()
+        train(model, opt, 3)
+        results.append(values(model))
+    torch.testing.assert_close(*results)
+    other = network()
+    train(other, seng.SENG(other, lr=0.05, momentum=0.0), 3)
+    assert naive.relative_error(values(other), results[0]) > 1e-6  # the batch did matter
+
+
+def test_a_group_that_is_added_later_is_covered():
+    model = network()
+    opt = torch.optim.SGD(model[0].parameters(), lr=0.05)
+    handle = seng.attach(opt, model, refresh_every=2)
+    train(model, opt, 1)
+    opt.add_param_group({"params": list(model[3].parameters())})
+    train(model, opt, 3)
+    assert handle.diagnostics()["3"]["form"] == "merged" and len(model[0]._forward_hooks) == 1
 
 
 def test_bad_input():

@@ -403,7 +403,7 @@ def test_copies_and_pickles_of_the_model_are_inert():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.optim.swa_utils.AveragedModel(model)):
         naive.loss_of(twin(torch.randn(5, 3)), torch.randn(5, 2)).backward()
         assert len(opt.preconditioner.samples) == 0
-    assert seng.SENG(copy.deepcopy(model), lr=0.1).refresh_due
+        assert all(hook() is None for layer in twin.modules() for hook in layer._forward_hooks.values())
 
 
 def test_keyword_inputs_are_captured():
@@ -491,17 +491,62 @@ class FunctionalTie(nn.Module):
 
 
 def test_a_weight_that_is_also_used_elsewhere_is_noticed():
-    for strict in (False, True):
-        model = FunctionalTie()
-        opt = optimizer(model, strict=strict)
-        x = torch.randint(7, (6, 4))
-        naive.loss_of(model(x), torch.randn(6, 4, 7)).backward()
-        if strict:
-            with pytest.raises(ValueError, match="do not add up to its gradient"):
-                opt.step()
-        else:
-            with pytest.warns(UserWarning, match="'table' do not add up to its gradient .* its weight is used outside of it"):
-                opt.step()
+    model = FunctionalTie()
+    opt = optimizer(model)
+    naive.loss_of(model(torch.randint(7, (6, 4))), torch.randn(6, 4, 7)).backward()
+    with pytest.warns(UserWarning, match="'table' do not add up to its gradient .* its weight is used outside of it"):
+        opt.step()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_compiled_model_is_captured(backend, own):
+    """In several graphs so far; built before the first compiled call, as it must be."""
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        opt = optimizer(model, refresh_every=2, lr=0.1, strict=True)
+        run = torch.compile(model, backend=backend) if compiled else model
+        for _ in range(5):
+            if own and opt.refresh_due:
+                with opt.curvature_batch():
+                    naive.loss_of(run(torch.randn(5, 3)), torch.randn(5, 2)).backward()
+            opt.zero_grad()
+            naive.loss_of(run(torch.randn(5, 3)), torch.randn(5, 2)).backward()
+            opt.step()
+        assert len(opt.preconditioner.blocks) == 2
+        results.append(values(model))
+    assert naive.relative_error(*results) < 1e-12
+
+
+def test_layers_in_turns_are_all_covered():
+    """Refreshes fall on even steps, and head b is used on odd ones."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    opt = optimizer(model, refresh_every=10)
+    due = []
+    for i in range(9):
+        due.append(opt.refresh_due)
+        opt.zero_grad()
+        naive.loss_of(model["ab"[i % 2]](torch.randn(5, 3)), torch.randn(5, 2)).backward()
+        opt.step()
+    assert set(opt.preconditioner.blocks) == {0, 1} and due == [True, False, True, True, *[False] * 5]
+
+
+def test_own_batch_under_a_grad_scaler_is_taken_as_it_is():
+    tops = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        opt = optimizer(model)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        with opt.curvature_batch():
+            naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2)).backward()
+        scaler.scale(naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))).backward()
+        scaler.step(opt)
+        tops.append(opt.diagnostics()["Linear"]["top_eigenvalue"])
+    assert tops[0] == pytest.approx(tops[1])
 
 
 def test_a_forward_that_was_replaced_is_not_trusted():

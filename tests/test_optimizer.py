@@ -661,3 +661,34 @@ def test_the_papers_plan_keeps_small_layers_exact():
     naive.loss_of(model(x), target).backward()
     opt.step()
     assert naive.relative_error(before - parameters(model), naive.dense_direction(naive.fisher(u), u.mean(0), 0.3)) < 1e-9
+
+
+def test_loading_between_backward_and_step_is_made_up_for():
+    model = network()
+    opt = seng.SENG(model, lr=0.01, refresh_every=5)
+    x, target = batch(0)
+    naive.loss_of(model(x), target).backward()
+    opt.load_state_dict(opt.state_dict())
+    opt.step()
+    assert opt.refresh_due
+    train(model, opt, 1)
+    assert not opt.refresh_due and len(opt.preconditioner.blocks) == 3
+
+
+def test_a_layer_that_memory_leaves_out_is_said():
+    model = nn.Sequential(nn.BatchNorm1d(500), nn.Linear(500, 500))
+    x = torch.randn(16, 500)
+    for memory, strict in ((40_000, False), (40_000, True)):
+        opt = seng.SENG(model, lr=0.1, strict=strict, curvature=seng.Curvature(memory=memory))
+        model(x).square().mean().backward()
+        if strict:
+            with pytest.raises(ValueError, match="does not fit into 39.1 KiB"):
+                opt.step()
+        else:
+            with pytest.warns(UserWarning, match="takes the plain gradient: does not fit into 39.1 KiB"):
+                opt.step()
+        opt.zero_grad()
+    opt = seng.SENG(nn.Linear(500, 500), lr=0.1, strict=True, curvature=seng.Curvature(memory=500_000))
+    opt.preconditioner.sites[0].members[0].module(x).square().mean().backward()
+    opt.step()
+    assert opt.diagnostics()["Linear"]["form"] == "implicit"  # factors fit where a basis does not
