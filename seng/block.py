@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seng.curvature import Curvature
-from seng.numerics import averaged, cholesky, eigh, leading, reduced, wide
+from seng.numerics import averaged, cholesky, eigh, finite, leading, reduced, wide
 from seng.operators import Implicit, Independent, Merged, Operator
 from seng.plan import Plan
 from seng.sketch import Identity, Omega
@@ -79,7 +79,7 @@ class Block:
 
 def build(U: Operator, plan: Plan, curvature: Curvature, generator: torch.Generator, previous: Block | None) -> Block | None:
     """The block of U in its planned form, or None where U has no columns or numbers that are not finite."""
-    if U.samples == 0 or not all(t.isfinite().all() for t in U.tensors()):
+    if U.samples == 0 or not finite(*U.tensors()):
         return None
     if plan.form == "explicit":
         U = U.explicit()
@@ -95,5 +95,4 @@ def build(U: Operator, plan: Plan, curvature: Curvature, generator: torch.Genera
             U = averaged(previous.U, U, curvature.averaging, plan.rank)
     gram = omega.of(U).gram()
     top = U.eigenvalues[0] if isinstance(U, Merged) else eigh(gram)[0][0]
-    sound = top.isfinite() and all(t.isfinite().all() for t in U.tensors())
-    return Block(U, omega, gram, top, curvature.relative_damping) if sound else None
+    return Block(U, omega, gram, top, curvature.relative_damping) if finite(top, *U.tensors()) else None

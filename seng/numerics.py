@@ -43,6 +43,11 @@ def eigh(S: Tensor) -> tuple[Tensor, Tensor]:
     return torch.full_like(S[0], torch.nan), torch.full_like(S, torch.nan)
 
 
+def finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are finite (and their sum is): one pass, and no mask as large as the tensor."""
+    return all(bool(t.sum().isfinite()) for t in tensors)
+
+
 def wide(S: Tensor) -> torch.dtype:
     """The precision of small dense work."""
     return S.dtype if S.device.type == "mps" else torch.float64  # Apple's GPUs have no float64

@@ -190,6 +190,10 @@ class Implicit(Operator):
         G, A = self._side_by_side()
         return ((G * c.repeat_interleave(self.rank)) @ A.mT).flatten()
 
+    def combine(self, V: Tensor) -> Tensor:
+        """UV; with one position per sample the columns need not be formed."""
+        return torch.stack([self.mv(v) for v in V.T], 1) if self.rank == 1 else super().combine(V)
+
     def _side_by_side(self) -> tuple[Tensor, Tensor]:
         """G̃ (h, n_G, ϱr) and Ã (h, n_A, ϱr) (eq. 16)."""
         return self.G.permute(1, 2, 0, 3).flatten(2), self.A.permute(1, 2, 0, 3).flatten(2)

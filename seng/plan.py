@@ -103,7 +103,7 @@ def paper_form(d: Dims) -> tuple[Kept, str]:
 
 
 def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None) -> list[Plan]:
-    """One form per layer. Where the budget is too small, the rank is halved; then the largest layer keeps factors, or nothing."""
+    """One form per layer. Where memory is short, the rank is halved; then the largest layer keeps factors, or nothing."""
     plans = [_first_choice(d, curvature, curvature.rank) for d in dims]
     needed = sum(p.bytes for p in plans)
     if budget is None or needed <= budget:
