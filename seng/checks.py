@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
 from seng.curvature import Curvature
 
 
@@ -18,6 +23,17 @@ def check_options(curvature: Curvature, refresh_every: int, units: str) -> None:
             "units='paper' divides by one λ for all layers, so the damping cannot be relative: "
             "use Curvature(relative_damping=False) or units='sgd'"
         )
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """The options that live in a param group."""
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    for name in ("lr", "momentum", "weight_decay"):
+        check_number(name, group[name])
+    check_number("damping", group["damping"], positive=True)
+    if group["nesterov"] and group["momentum"] <= 0:
+        raise ValueError("nesterov needs a momentum above 0")
 
 
 def check_number(name: str, value: object, *, positive: bool = False) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd
 
-from seng.checks import check_number, check_options
+from seng.checks import check_group, check_number, check_options
 from seng.curvature import Curvature, Units
 from seng.distributed import check_strategy
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
@@ -64,6 +64,7 @@ class SENG(Optimizer):
             "damping": damping,
             "maximize": maximize,
         }
+        check_group(defaults)
         self._units = units
         super().__init__(params, defaults)
         self._engine = partial(Preconditioner, curvature=curvature, refresh_every=refresh_every, units=units, strict=strict)
@@ -84,14 +85,7 @@ class SENG(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; layers of the module that were not trained before are covered from the next refresh on."""
-        group = {**self.defaults, **param_group}
-        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        for name in ("lr", "momentum", "weight_decay"):
-            check_number(name, group[name])
-        check_number("damping", group["damping"], positive=True)
-        if group["nesterov"] and group["momentum"] <= 0:
-            raise ValueError("nesterov needs a momentum above 0")
+        check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if self.preconditioner is not None and self._module is not None:
             before = self.preconditioner
