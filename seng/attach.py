@@ -45,9 +45,7 @@ class Attachment:
         params = _params(self._optimizer)
         if len(params) != self.preconditioner.count:  # add_param_group
             before = self.preconditioner
-            self.preconditioner = self._engine(params=params, warned=before.warned)
-            before.capture.remove()
-            self.preconditioner.load_state(before.state())
+            self.preconditioner = self._engine(params=params, warned=before.warned).succeeds(before)
         grads = {p: p.grad for p in params if p.grad is not None}
         check_number("damping", self.damping, positive=True)
         for p, d in self.preconditioner.directions(grads, lambda _: float(self.damping)).items():

@@ -7,12 +7,14 @@ models) carry hooks that do nothing, and the hooks go when the capture goes.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
@@ -89,3 +91,13 @@ class _Tap(torch.autograd.Function):
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             ctx.receive(task, ctx.index, ctx.training, a, g)
         return g, None, None, None, None, None
+
+
+def loss_scale() -> float:
+    """The scale of the GradScaler whose step() runs this one: the gradients are unscaled by now, the captures are not."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), GradScaler):
+            return float(frame.f_locals["self"].get_scale())
+    return 1.0

@@ -90,12 +90,10 @@ class SENG(Optimizer):
         if self.preconditioner is not None and self._module is not None:
             before = self.preconditioner
             try:
-                self.preconditioner = self._engine(self._module, self._params(), warned=before.warned)
+                self.preconditioner = self._engine(self._module, self._params(), warned=before.warned).succeeds(before)
             except ValueError:
                 self.param_groups.pop()
                 raise
-            before.capture.remove()
-            self.preconditioner.load_state(before.state())
 
     @overload
     def step(self, closure: None = ...) -> None: ...

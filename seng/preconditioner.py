@@ -7,7 +7,6 @@ kept too.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 
 from seng.block import Block, build
-from seng.capture import Capture
+from seng.capture import Capture, loss_scale
 from seng.checks import check_options
 from seng.curvature import Curvature, Units
 from seng.numerics import reduced
@@ -89,6 +87,12 @@ class Preconditioner:
         """Whether the coming step refreshes the curvature."""
         return self.own_batch or self.missed or bool(self.owed) or self.steps % self.refresh_every == 0
 
+    def succeeds(self, before: Preconditioner) -> Preconditioner:
+        """Take over from an engine over fewer parameters, which lets go of its hooks."""
+        before.capture.remove()
+        self.load_state(before.state())
+        return self
+
     def _rearm(self) -> None:
         self.samples.clear()
         self.own_batch = False
@@ -130,7 +134,7 @@ class Preconditioner:
         self, grads: Mapping[nn.Parameter, Tensor], damping: Callable[[nn.Parameter], float]
     ) -> dict[nn.Parameter, Tensor]:
         if self.refresh_due:
-            self.loss_scale = 1.0 if self.own_batch else _loss_scale()
+            self.loss_scale = 1.0 if self.own_batch else loss_scale()
             self._refresh(grads)
         self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
         self.loaded = False
@@ -318,16 +322,6 @@ class Preconditioner:
         self.loaded = True
         self.owed.clear()
         self._rearm()
-
-
-def _loss_scale() -> float:
-    """The scale of the GradScaler whose step() runs this one: the gradients are unscaled by now, the captures are not."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), GradScaler):
-            return float(frame.f_locals["self"].get_scale())
-    return 1.0
 
 
 def _wide(U: Implicit) -> Implicit:
