@@ -13,13 +13,12 @@ import argparse
 import hashlib
 import json
 import multiprocessing
-import platform
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import record
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
@@ -169,15 +168,8 @@ def run(folder: Path, epochs: int, jobs: int, seeds: int, limit: float, out: Pat
         except Exception:
             continue
         print(json.dumps(rows[-1]), flush=True)
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "seng": seng.__version__},
-        "setting": f"CIFAR-10, ResNet18, batch 256, {epochs} epochs; finished {len(rows)} of {len(queue)} runs",
-        "rows": rows,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "defaults.json").write_text(json.dumps(result, indent=1) + "\n")
+    setting = f"CIFAR-10, ResNet18, batch 256, {epochs} epochs; finished {len(rows)} of {len(queue)} runs"
+    record.write(out / "defaults.json", setting, rows)
 
 
 def main() -> None:

@@ -6,13 +6,11 @@ python benchmarks/digits_defaults.py               # four minutes on a CPU; prin
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import sys
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import record
 import torch
 
 import seng
@@ -65,15 +63,8 @@ def main() -> None:
                 f"{row['accuracy']:.2f} ± {row['deviation']:.2f} %  loss {row['final_loss']:.5f}  {row['ms_per_step']:.1f} ms"
             )
             print(f"{knob:14} {value!s:9} {text}", flush=True)
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{platform.machine()} CPU, 1 thread",
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "seng": seng.__version__},
-        "setting": f"digits_cnn, lr {LR}, {options.epochs} epochs of batch 64, seeds {TUNING_SEEDS}, defaults but for the knob",
-        "rows": rows,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "digits_defaults.json").write_text(json.dumps(result, indent=1) + "\n")
+    setting = f"digits_cnn, lr {LR}, {options.epochs} epochs of batch 64, seeds {TUNING_SEEDS}, defaults but for the knob"
+    record.write(options.out / "digits_defaults.json", setting, rows)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ Writes results/idle_step-<device>.json.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import sys
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -130,18 +128,8 @@ def main() -> None:
     for name, row in rows.items():
         row["ratio_to_sgd"] = total[name] / total["sgd"]
         row["backward_ratio_to_sgd"] = row["forward+backward_ms"] / rows["sgd"]["forward+backward_ms"]
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.processor() or platform.machine()} CPU"
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{machine}, {torch.get_num_threads()} threads",
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "seng": seng.__version__},
-        "setting": f"ResNet18 for 32x32, batch {batch}, float32, eager, {options.rounds} interleaved rounds, medians, seed 0",
-        "rows": rows,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"idle_step-{device.type}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    setting = f"ResNet18 for 32x32, batch {batch}, float32, eager, {options.rounds} interleaved rounds, medians, seed 0"
+    record.write(options.out / f"idle_step-{device.type}.json", setting, rows)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ from seng.samples import Samples
 from seng.sites import Segment, Site, survey
 from seng.state import pack, unpack
 
-DAMPING = (
-    0.01  # of the largest eigenvalue: smaller is no better than noise on digits, and 0.03 and more is worse (docs/tuning.md)
-)
-REFRESH_EVERY = 20  # on digits more often was no better, and 50 or 100 as good; kept for noisier problems
+# Why these two: docs/tuning.md. On digits less damping is within noise and 0.03 or 0.1 is worse; refreshing more often is no
+# better, and 50 or 100 is as good there.
+DAMPING = 0.01  # of each block's largest eigenvalue
+REFRESH_EVERY = 20
 
 
 class Preconditioner:
@@ -68,7 +68,6 @@ class Preconditioner:
         self.seed = torch.initial_seed() % 2**63  # read, not drawn: the global stream stays as it is
         self.steps = 0
         self.own_batch = False  # whether this step's curvature comes from a batch of its own
-        self.loss_scale = 1.0
         self.missed = False  # whether the last refresh found no samples at all
         self.loaded = False  # whether a state was loaded since the last step, which drops what was captured
         self.owed: set[int] = set()  # sites in use that have no curvature yet
@@ -134,7 +133,6 @@ class Preconditioner:
         self, grads: Mapping[nn.Parameter, Tensor], damping: Callable[[nn.Parameter], float]
     ) -> dict[nn.Parameter, Tensor]:
         if self.refresh_due:
-            self.loss_scale = 1.0 if self.own_batch else loss_scale()
             self._refresh(grads)
         self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
         self.loaded = False
@@ -182,6 +180,7 @@ class Preconditioner:
                     "after the optimizer is built (and before torch.compile traces it), through the module itself; if its "
                     "weight is used in another way, leave it out with seng.layers.arrange(layer, None)"
                 )
+        scale = 1.0 if self.own_batch else loss_scale()
         rho = min(self.samples.total, self.curvature.samples or self.samples.total)
         dims = [site_dims(self.sites[i], self.samples.kappa(i), rho) for i in found]
         for index, chosen in zip(found, plan(dims, self.curvature, self.budget), strict=True):
@@ -192,11 +191,11 @@ class Preconditioner:
                 self._take_plain(index)
                 continue
             self._check_sketch(chosen)
-            self._build(index, chosen, grads)
+            self._build(index, chosen, grads, scale)
 
-    def _build(self, index: int, chosen: Plan, grads: Mapping[nn.Parameter, Tensor]) -> None:
+    def _build(self, index: int, chosen: Plan, grads: Mapping[nn.Parameter, Tensor], scale: float) -> None:
         site, active = self.sites[index], self.samples.active[index]
-        U = self.samples.take(index, _dtype(site.lead)).scaled(1 / self.loss_scale)
+        U = self.samples.take(index, _dtype(site.lead)).scaled(1 / scale)
         self._check_sum(index, chosen, U, site.gather(active, grads, _dtype(site.lead)))
         previous = self.blocks.get(index)
         same = previous if self.covered.get(index) == active else None  # only the same parameters can be accumulated

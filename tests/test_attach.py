@@ -55,7 +55,12 @@ def test_any_optimizer_sees_the_directions(kind):
     train(model, opt, 5)
     train(plain, alone, 5)
     assert not torch.equal(values(model), values(plain))
-    assert all(isinstance(key, torch.Tensor) for key in opt.state)
+    limit = network()
+    opt = kind(limit.parameters(), lr=0.01)
+    seng.attach(opt, limit, refresh_every=2, damping=1e15)
+    train(limit, opt, 5)
+    torch.testing.assert_close(values(limit), values(plain))  # and in the limit it is the optimizer alone
+    assert all(isinstance(key, torch.Tensor) for key in opt.state)  # nothing of ours is in the optimizer's state
     assert handle.diagnostics()["0"]["form"] == "merged"
 
 

@@ -31,6 +31,12 @@ def reference(u_by_block, damping=0.3):
     return torch.cat([naive.dense_direction(naive.fisher(u), g, damping) for u, g in u_by_block])
 
 
+def blocks_of(model, layers, x, target):
+    """Per layer its per-sample gradients and its gradient, as `reference` takes them."""
+    u = [naive.per_sample_gradients(model, x, target, list(layer.parameters())) for layer in layers]
+    return [(rows, rows.mean(0)) for rows in u]
+
+
 def stepped(model, opt):
     before = values(model)
     opt.step()
@@ -54,10 +60,7 @@ class InPlace(nn.Module):
 def test_in_place_operations_on_a_captured_output(form):
     model = InPlace()
     x, target = torch.randn(6, 4), torch.randn(6, 3)
-    blocks = []
-    for layer in (model.a, model.b):
-        u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
-        blocks.append((u, u.mean(0)))
+    blocks = blocks_of(model, (model.a, model.b), x, target)
     opt = optimizer(model, form)
     naive.loss_of(model(x), target).backward()
     assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
@@ -80,10 +83,7 @@ def test_a_layer_used_twice_adds_up_per_sample(form):
     model = Twice()
     nn.init.normal_(model.norm.weight)
     x, target = torch.randn(6, 4, 3), torch.randn(6, 3)
-    blocks = []
-    for layer in (model.linear, model.norm):
-        u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
-        blocks.append((u, u.mean(0)))
+    blocks = blocks_of(model, (model.linear, model.norm), x, target)
     opt = optimizer(model, form)
     naive.loss_of(model(x), target).backward()
     assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
@@ -336,10 +336,7 @@ def test_a_layer_whose_dimension_0_is_not_the_sample_takes_the_plain_gradient_an
 def test_arrange_says_where_the_sample_is(layout):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x, target = torch.randn(6, 5, 3), torch.randn(6, 5, 2)
-    blocks = []
-    for layer in (model[0], model[2]):
-        u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
-        blocks.append((u, u.mean(0)))
+    blocks = blocks_of(model, (model[0], model[2]), x, target)
     bring, back = {
         "time-first": (lambda t: t.transpose(0, 1), lambda t: t.transpose(0, 1)),
         "flattened": (lambda t: t.unflatten(0, (-1, 5)), lambda t: t.flatten(0, 1)),
@@ -452,10 +449,7 @@ def test_gradients_that_are_assigned_by_hand():
 def test_activation_checkpointing(reentrant):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     x, target = torch.randn(5, 3), torch.randn(5, 2)
-    blocks = []
-    for layer in (model[0], model[2], model[4]):
-        u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
-        blocks.append((u, u.mean(0)))
+    blocks = blocks_of(model, (model[0], model[2], model[4]), x, target)
     opt = optimizer(model)
     h = model[0](x)
     h = checkpoint(model[1:3], h, use_reentrant=reentrant)
@@ -591,7 +585,8 @@ def test_autocast_does_not_reach_our_own_products(where):
         torch.manual_seed(0)
         model = nn.Linear(30, 20).float()
         opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=1e-3, curvature=seng.Curvature(form="explicit"))
-        loss = naive.loss_of(model(torch.randn(8, 30).float()), torch.randn(8, 20).float())
+        # 40 positions: the columns of U are formed inside the backward
+        loss = naive.loss_of(model(torch.randn(8, 40, 30).float()), torch.randn(8, 40, 20).float())
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled and where == "backward"):
             loss.backward()
         for p in model.parameters():  # the backward's own products under autocast are not at stake
