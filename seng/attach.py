@@ -48,9 +48,14 @@ class Attachment:
             self.preconditioner = self._engine(params=params, warned=before.warned).succeeds(before)
         grads = {p: p.grad for p in params if p.grad is not None}
         check_number("damping", self.damping, positive=True)
-        for p, d in self.preconditioner.directions(grads, lambda _: float(self.damping)).items():
+        if not grads:
+            return
+        damping = dict.fromkeys(params, float(self.damping))
+        ready = self.preconditioner.ready(grads, damping)
+        for p, d in self.preconditioner.directions(grads, damping, ready).items():
             if d is not p.grad:
                 grads[p].copy_(d)
+        self.preconditioner.advance()
 
     def remove(self) -> None:
         """Leave the optimizer and the module as they were."""

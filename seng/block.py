@@ -43,8 +43,11 @@ class Block:
         return torch.where(self.top > 0, damping * self.top, 1)
 
     def solve(self, g: Tensor, damping: float) -> Tensor:
+        """λ(M + λI)⁻¹g."""
+        return self.direction(g, *self.factor(damping))
+
+    def direction(self, g: Tensor, lam: Tensor, inverse: Tensor) -> Tensor:
         """λ(M + λI)⁻¹g = g − Ub; in float64 refined once, since g lies nearly in the span of U and the difference cancels."""
-        lam, inverse = self._inverse(damping)
         correction, fine = self._correction(g, inverse)
         self.failures += ~fine
         d = g - correction
@@ -61,7 +64,7 @@ class Block:
         fine = b.isfinite().all()
         return self.U.mv(torch.where(fine, b, 0).to(g.dtype)), fine
 
-    def _inverse(self, damping: float) -> tuple[Tensor, Tensor]:
+    def factor(self, damping: float) -> tuple[Tensor, Tensor]:
         """λ and (λI + K)⁻¹, kept until λ changes; a vector where K is diagonal; not a number where no factorization was found.
 
         In float64 whatever the precision of U: the error of b enters d times λ_max/λ.

@@ -3,10 +3,14 @@
 The hook passes the output through an autograd function that marks it dirty and returns it: no copy, safe with in-place
 activations, and released with the graph. When disarmed, it does nothing at all. Copies of a module (deepcopy, pickle, averaged
 models) carry hooks that do nothing, and the hooks go when the capture goes.
+
+Under torch.compile the hook is traced along with its layer, in one graph: there the backward hands over through an operator of
+our own, `seng::receive`, which the compiler takes as it is. Armed and disarmed are two graphs, and the compiler's guards choose.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +31,8 @@ class Capture:
     def __init__(self, layers: Sequence[nn.Module], receive: Receive) -> None:
         self.armed = False
         self.receive = receive
+        self.key = next(_NUMBERS)
+        _CAPTURES[self.key] = self
         handles = [
             layer.register_forward_hook(_Hook(weakref.ref(self), weakref.ref(layer), i), with_kwargs=True)
             for i, layer in enumerate(layers)
@@ -40,6 +46,10 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
+_NUMBERS = itertools.count()
+_CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()  # by number, for compiled graphs
+
+
 class _Hook:
     def __init__(self, capture: weakref.ref[Capture], layer: weakref.ref[nn.Module], index: int) -> None:
         self.capture, self.layer, self.index = capture, layer, index
@@ -51,9 +61,11 @@ class _Hook:
         trained = any(p.requires_grad for p in layer._parameters.values() if p is not None)
         if not (trained and torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad):
             return None
-        if not torch.compiler.is_compiling() and _transformed():
-            return None
         a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if torch.compiler.is_compiling():
+            return _CompiledTap.apply(out, a.detach(), capture.key, self.index, layer.training, _call_number())  # type: ignore[no-untyped-call]
+        if _transformed():
+            return None
         # Inside a backward this is a recomputation (reentrant checkpointing), which belongs to that backward.
         outer = torch._C._current_graph_task_id()
         return _Tap.apply(out, a.detach(), capture.receive, self.index, layer.training, outer)  # type: ignore[no-untyped-call]
@@ -91,6 +103,58 @@ class _Tap(torch.autograd.Function):
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             ctx.receive(task, ctx.index, ctx.training, a, g)
         return g, None, None, None, None, None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _call_number() -> int:
+    """Another number for every call that is traced: two calls alike in all else must not be merged into one."""
+    return next(_NUMBERS)
+
+
+class _CompiledTap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, a: Tensor, key: int, index: int, training: bool, call: int) -> Tensor:
+        ctx.save_for_backward(a, _outer(out))
+        ctx.key, ctx.index, ctx.training, ctx.call = key, index, training, call
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        a, outer = ctx.saved_tensors
+        # The gradient goes on through the operator's result, so that no compiler drops the call.
+        return g + _receive(a, g, outer, ctx.key, ctx.index, ctx.training, ctx.call), None, None, None, None, None
+
+
+# Python does the work of these operators, which a CUDA graph would record once and not repeat.
+_TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
+
+@torch.library.custom_op("seng::outer", mutates_args=(), tags=_TAGS)
+def _outer(out: Tensor) -> Tensor:
+    """The backward that this forward runs in, or -1, when the graph runs and not when it is traced."""
+    return torch.tensor(torch._C._current_graph_task_id())
+
+
+@_outer.register_fake
+def _(out: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op("seng::receive", mutates_args=(), tags=_TAGS)
+def _receive(a: Tensor, g: Tensor, outer: Tensor, key: int, index: int, training: bool, call: int) -> Tensor:
+    """Hand over copies, since the compiler reuses the memory of a and g; a zero comes back."""
+    capture = _CAPTURES.get(key)
+    if capture is not None:
+        task = torch._C._current_graph_task_id() if outer == -1 else int(outer)
+        visible = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # inside it is not
+        with visible, torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+            capture.receive(task, index, training, a.clone(), g.clone())
+    return g.new_zeros(())
+
+
+@_receive.register_fake
+def _(a: Tensor, g: Tensor, outer: Tensor, key: int, index: int, training: bool, call: int) -> Tensor:
+    return g.new_zeros(())
 
 
 def loss_scale() -> float:

@@ -19,7 +19,7 @@ from torch.optim.sgd import sgd
 from seng.checks import check_group, check_number, check_options
 from seng.curvature import Curvature, Units
 from seng.distributed import check_strategy
-from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
+from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner, Ready
 
 
 class SENG(Optimizer):
@@ -106,19 +106,28 @@ class SENG(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        directions = {p: p.grad for p in self._params() if p.grad is not None}
-        if any(g.is_sparse for g in directions.values()):
+        grads, damping, ready = self._ready()
+        directions = dict(grads)
+        if self.preconditioner is not None:
+            directions = self.preconditioner.directions(grads, damping, ready)
+        elif self._units == "paper":
+            directions = {p: g / damping[p] for p, g in grads.items()}
+        for group in self.param_groups:
+            self._update(group, [p for p in group["params"] if p in directions], directions)
+        if self.preconditioner is not None and grads:
+            self.preconditioner.advance()
+        return loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _ready(self) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, float], list[Ready]]:
+        """Gradients and dampings, checked, and the blocks to solve with: the part of a step that is left to Python."""
+        grads = {p: p.grad for p in self._params() if p.grad is not None}
+        if any(g.is_sparse for g in grads.values()):
             raise RuntimeError("SENG does not support sparse gradients; use sparse=False in the embedding")
         for group in self.param_groups:
             check_number("damping", group["damping"], positive=True)
         damping = {p: float(group["damping"]) for group in self.param_groups for p in group["params"]}
-        if self.preconditioner is not None:
-            directions = self.preconditioner.directions(directions, damping.__getitem__)
-        elif self._units == "paper":
-            directions = {p: g / damping[p] for p, g in directions.items()}
-        for group in self.param_groups:
-            self._update(group, [p for p in group["params"] if p in directions], directions)
-        return loss
+        return grads, damping, [] if self.preconditioner is None else self.preconditioner.ready(grads, damping)
 
     def _update(self, group: dict[str, Any], params: list[nn.Parameter], directions: dict[nn.Parameter, Tensor]) -> None:
         buffers = [self.state[p].get("momentum_buffer") for p in params] if group["momentum"] else [None] * len(params)

@@ -8,7 +8,7 @@ kept too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,11 @@ from seng.state import pack, unpack
 # better, and 50 or 100 is as good there.
 DAMPING = 0.01  # of each block's largest eigenvalue
 REFRESH_EVERY = 20
+
+
+Gradients = Mapping[nn.Parameter, Tensor]
+Dampings = Mapping[nn.Parameter, float]
+Ready = tuple[Site, tuple[Segment, ...], Block, Tensor, Tensor]  # where, what was covered, with what, λ, (λI + K)⁻¹
 
 
 class Preconditioner:
@@ -120,37 +125,37 @@ class Preconditioner:
             for p, grad in zip(self.params, kept, strict=True):
                 p.grad = grad
 
-    def directions(
-        self, grads: Mapping[nn.Parameter, Tensor], damping: Callable[[nn.Parameter], float]
-    ) -> dict[nn.Parameter, Tensor]:
+    def directions(self, grads: Gradients, damping: Dampings, ready: list[Ready]) -> dict[nn.Parameter, Tensor]:
         """The direction for every gradient: λ(M + λI)⁻¹g, or (M + λI)⁻¹g in the paper's units."""
-        if not grads:
-            return {}
-        with torch.autocast(self.sites[0].lead.device.type, enabled=False):
-            return self._directions(grads, damping)
-
-    def _directions(
-        self, grads: Mapping[nn.Parameter, Tensor], damping: Callable[[nn.Parameter], float]
-    ) -> dict[nn.Parameter, Tensor]:
-        if self.refresh_due:
-            self._refresh(grads)
-        self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
-        self.loaded = False
         out = dict(grads)
-        for index, block in self.blocks.items():
-            site, active = self.sites[index], self.covered[index]
-            if not any(s.param in grads for s in active):
-                continue
-            lam = _one_damping(site, damping)
-            d = block.solve(site.gather(active, grads, block.gram.dtype), lam)
-            out |= {p: part.to(p.dtype) for p, part in site.scatter(active, d).items() if p in grads}
-        if self.units == "paper":
-            out = {p: d / damping(p) for p, d in out.items()}
-        self.steps += 1
-        self._rearm()
+        with torch.autocast(self.sites[0].lead.device.type, enabled=False):
+            for site, active, block, lam, inverse in ready:
+                d = block.direction(site.gather(active, grads, block.gram.dtype), lam, inverse)
+                out |= {p: part.to(p.dtype) for p, part in site.scatter(active, d).items() if p in grads}
+            if self.units == "paper":
+                out = {p: d / damping[p] for p, d in out.items()}
         return out
 
-    def _in_use(self, index: int, grads: Mapping[nn.Parameter, Tensor]) -> bool:
+    def ready(self, grads: Gradients, damping: Dampings) -> list[Ready]:
+        """The blocks to solve with at this step, refreshed and factorized."""
+        if not grads:
+            return []
+        with torch.autocast(self.sites[0].lead.device.type, enabled=False):
+            if self.refresh_due:
+                self._refresh(grads)
+            self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
+            self.loaded = False
+            used = [i for i in self.blocks if any(s.param in grads for s in self.covered[i])]
+            lams = {i: _one_damping(self.sites[i], damping) for i in used}
+            return [(self.sites[i], self.covered[i], self.blocks[i], *self.blocks[i].factor(lams[i])) for i in used]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def advance(self) -> None:
+        """End the step."""
+        self.steps += 1
+        self._rearm()
+
+    def _in_use(self, index: int, grads: Gradients) -> bool:
         return any(s.param in grads and bool(grads[s.param].any()) for s in self.sites[index].active())
 
     def _take_plain(self, index: int) -> None:
@@ -158,12 +163,12 @@ class Preconditioner:
         self.refused.add(index)
         self.owed.discard(index)
 
-    def _bare(self, index: int, grads: Mapping[nn.Parameter, Tensor]) -> bool:
+    def _bare(self, index: int, grads: Gradients) -> bool:
         """Whether a site that should have curvature is in use without any."""
         known = index in self.blocks or index in self.refused or index in self.owed
         return not known and self._in_use(index, grads)
 
-    def _refresh(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+    def _refresh(self, grads: Gradients) -> None:
         # Without samples, as when tools step to fill an optimizer's state, the refresh is still owed.
         self.missed = self.samples.total == 0
         found: list[int] = []
@@ -193,7 +198,7 @@ class Preconditioner:
             self._check_sketch(chosen)
             self._build(index, chosen, grads, scale)
 
-    def _build(self, index: int, chosen: Plan, grads: Mapping[nn.Parameter, Tensor], scale: float) -> None:
+    def _build(self, index: int, chosen: Plan, grads: Gradients, scale: float) -> None:
         site, active = self.sites[index], self.samples.active[index]
         U = self.samples.take(index, _dtype(site.lead)).scaled(1 / scale)
         self._check_sum(index, chosen, U, site.gather(active, grads, _dtype(site.lead)))
@@ -328,8 +333,8 @@ def _wide(U: Implicit) -> Implicit:
     return U.to(torch.promote_types(U.G.dtype, torch.float32))
 
 
-def _one_damping(site: Site, damping: Callable[[nn.Parameter], float]) -> float:
-    values = {damping(s.param) for s in site.segments}
+def _one_damping(site: Site, damping: Dampings) -> float:
+    values = {damping[s.param] for s in site.segments}
     if len(values) > 1:
         raise ValueError(
             f"layer '{site.name}' is one block but its parameters have the dampings {sorted(values)}: give them one"

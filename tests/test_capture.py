@@ -492,29 +492,6 @@ def test_a_weight_that_is_also_used_elsewhere_is_noticed():
         opt.step()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("own", [False, True])
-def test_a_compiled_model_is_captured(backend, own):
-    """In several graphs so far; built before the first compiled call, as it must be."""
-    results = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        opt = optimizer(model, refresh_every=2, lr=0.1, strict=True)
-        run = torch.compile(model, backend=backend) if compiled else model
-        for _ in range(5):
-            if own and opt.refresh_due:
-                with opt.curvature_batch():
-                    naive.loss_of(run(torch.randn(5, 3)), torch.randn(5, 2)).backward()
-            opt.zero_grad()
-            naive.loss_of(run(torch.randn(5, 3)), torch.randn(5, 2)).backward()
-            opt.step()
-        assert len(opt.preconditioner.blocks) == 2
-        results.append(values(model))
-    assert naive.relative_error(*results) < 1e-12
-
-
 def test_layers_in_turns_are_all_covered():
     """Refreshes fall on even steps, and head b is used on odd ones."""
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
