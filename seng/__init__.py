@@ -3,6 +3,7 @@
 from seng import layers, schedules, sketch
 from seng.attach import Attachment, attach
 from seng.curvature import Curvature
+from seng.diagnostics import TensorBoard
 from seng.optimizer import SENG
 from seng.plan import Explanation, explain
 from seng.version import __version__
@@ -12,6 +13,7 @@ __all__ = [
     "Attachment",
     "Curvature",
     "Explanation",
+    "TensorBoard",
     "__version__",
     "attach",
     "explain",

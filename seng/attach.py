@@ -62,6 +62,11 @@ class Attachment:
         self._hook.remove()
         self.preconditioner.capture.remove()
 
+    @property
+    def last_refresh(self) -> int | None:
+        """The step count at the last refresh, or None."""
+        return self.preconditioner.last_refresh
+
     def curvature_batch(self) -> AbstractContextManager[None]:
         """As `SENG.curvature_batch`."""
         return self.preconditioner.curvature_batch()

@@ -30,6 +30,7 @@ class Block:
     top: Tensor  # its largest eigenvalue, ()
     relative: bool  # whether damping is in units of `top`
     failures: Tensor = field(init=False)  # solves that fell back to the plain gradient; on the device, so that no step waits
+    sketch_error: Tensor | None = field(init=False, default=None)  # of a merged basis: see `numerics.deviation`
     core: tuple[float, Tensor, Tensor] | None = field(init=False, default=None)  # (damping, λ, (λI + K)⁻¹)
 
     def __post_init__(self) -> None:
@@ -47,15 +48,20 @@ class Block:
         return self.direction(g, *self.factor(damping))
 
     def direction(self, g: Tensor, lam: Tensor, inverse: Tensor) -> Tensor:
-        """λ(M + λI)⁻¹g = g − Ub; in float64 refined once, since g lies nearly in the span of U and the difference cancels."""
-        correction, fine = self._correction(g, inverse)
+        """The same with the factorization at hand; where it failed, the plain gradient, and that is counted."""
+        d, fine = self.attempt(g, lam, inverse)
         self.failures += ~fine
+        return d
+
+    def attempt(self, g: Tensor, lam: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """g − Ub, and whether b is finite; in float64 refined once: g lies nearly in the span of U, the difference cancels."""
+        correction, fine = self._correction(g, inverse)
         d = g - correction
         if g.dtype == torch.float64 and not isinstance(self.U, Independent):
             residual = g - d - self.U.mv(self.Xi.rmv(self.omega(d)) / lam)  # of (I + UΞᵀΩ/λ) d = g
             residual = torch.where(fine & residual.isfinite().all(), residual, 0)
             d = d + residual - self._correction(residual, inverse)[0]
-        return d
+        return d, fine
 
     def _correction(self, g: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """Ub, and whether b is finite; where it is not, zero."""
@@ -92,10 +98,15 @@ def build(U: Operator, plan: Plan, curvature: Curvature, generator: torch.Genera
 
     sketch = curvature.sketch if plan.dims.own is None else None  # layers without factors stay exact
     omega = Identity() if sketch is None or sketch.covers(U.shape) else sketch.draw(U, generator)
+    error = None
     if plan.form == "merged":
-        U, omega = leading(U, omega.of(U), plan.rank), Identity()
+        (U, error), omega = leading(U, omega.of(U), plan.rank), Identity()
         if curvature.averaging and previous is not None and isinstance(previous.U, Merged):
             U = averaged(previous.U, U, curvature.averaging, plan.rank)
     gram = omega.of(U).gram()
     top = U.eigenvalues[0] if isinstance(U, Merged) else eigh(gram)[0][0]
-    return Block(U, omega, gram, top, curvature.relative_damping) if finite(top, *U.tensors()) else None
+    if not finite(top, *U.tensors()):
+        return None
+    block = Block(U, omega, gram, top, curvature.relative_damping)
+    block.sketch_error = error
+    return block

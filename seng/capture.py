@@ -5,7 +5,7 @@ activations, and released with the graph. When disarmed, it does nothing at all.
 models) carry hooks that do nothing, and the hooks go when the capture goes.
 
 Under torch.compile the hook is traced along with its layer, in one graph: there the backward hands over through an operator of
-our own, `seng::receive`, which the compiler takes as it is. Armed and disarmed are two graphs, and the compiler's guards choose.
+our own, `seng::receive`, which the compiler takes as it is. Armed and disarmed are two graphs; the compiler's guards choose.
 """
 
 from __future__ import annotations

@@ -86,13 +86,25 @@ def _leading(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return values, W * torch.where(kept, values, 1).rsqrt() * kept
 
 
-def leading(U: Operator, Xi: Operator, rank: int) -> Merged:
-    """The `rank` leading directions of U. Ξ = ΩU may only choose the subspace V_k; Q and σ² come from UV_k itself."""
+def leading(U: Operator, Xi: Operator, rank: int) -> tuple[Merged, Tensor]:
+    """The `rank` leading directions of U. Ξ = ΩU may only choose the subspace V_k; Q and σ² come from UV_k itself.
+
+    Also how far Ξ is off there; 0 where it is U itself or was not needed.
+    """
     k = min(rank, U.samples, U.n)
+    none = torch.zeros(())
     if k == U.samples:
-        return merged(U.explicit().U, k, U.shape)
-    _, V = eigh(Xi.gram())
-    return merged(U.combine(V[:, :k]), k, U.shape)
+        return merged(U.explicit().U, k, U.shape), none
+    values, V = eigh(Xi.gram())
+    Y = U.combine(V[:, :k])
+    return merged(Y, k, U.shape), none if Xi is U else deviation(Y, values[:k])
+
+
+def deviation(Y: Tensor, values: Tensor) -> Tensor:
+    """The sketch error ‖e − ê‖/‖e‖: energies e_j = ‖Uv_j‖², Y = UV, against what the sketch sees of them, ê_j = ‖ΩUv_j‖²."""
+    e: Tensor = Y.square().sum(0)
+    error: Tensor = (e - values).norm() / e.norm().clamp_min(torch.finfo(Y.dtype).tiny)
+    return error
 
 
 def reduced(U: Implicit, rank: int, generator: torch.Generator) -> Implicit:

@@ -5,7 +5,6 @@ One step: d = λ(M + λI)⁻¹g per layer; d += weight_decay·θ; momentum and u
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd
 
-from seng.checks import check_group, check_number, check_options
+from seng.checks import check_group, check_number, check_options, warn
 from seng.curvature import Curvature, Units
 from seng.distributed import check_strategy
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner, Ready
@@ -74,10 +73,9 @@ class SENG(Optimizer):
         elif strict:
             raise ValueError("strict=True: no module was given, so every parameter would take the plain gradient")
         else:
-            warnings.warn(
-                "seng: no module was given, so every parameter takes the plain gradient and this is SGD; "
-                "write SENG(model, …), or module=model beside your parameters",
-                stacklevel=3,
+            warn(
+                "no module was given, so every parameter takes the plain gradient and this is SGD; "
+                "write SENG(model, …), or module=model beside your parameters"
             )
 
     def _params(self) -> list[nn.Parameter]:
@@ -172,6 +170,11 @@ class SENG(Optimizer):
         """Whether the coming step refreshes the curvature."""
         return self.preconditioner is not None and self.preconditioner.refresh_due
 
+    @property
+    def last_refresh(self) -> int | None:
+        """The step count at the last refresh, or None."""
+        return None if self.preconditioner is None else self.preconditioner.last_refresh
+
     def curvature_batch(self) -> AbstractContextManager[None]:
         """Feed the curvature from a batch of its own (the paper's S̃_k), which its convergence proof needs:
 
@@ -183,7 +186,7 @@ class SENG(Optimizer):
         return self._covered().curvature_batch()
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Per layer, from the last refresh."""
+        """Per layer, from its last refresh: see docs/diagnostics.md."""
         return self._covered().diagnostics()
 
     def _covered(self) -> Preconditioner:

@@ -7,7 +7,6 @@ kept too.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 
 from seng.block import Block, build
 from seng.capture import Capture, loss_scale
-from seng.checks import check_options
+from seng.checks import check_options, warn
 from seng.curvature import Curvature, Units
+from seng.diagnostics import Refresh, compare, describe
 from seng.numerics import reduced
 from seng.operators import Implicit, Operator
 from seng.plan import Plan, budget, plan, site_dims
@@ -81,6 +81,8 @@ class Preconditioner:
         self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
         self.plans: dict[int, Plan] = {}
         self.failures: dict[int, int] = {}  # refreshes that had to be dropped, by site
+        self.refreshes: dict[int, Refresh] = {}  # the last one of each site
+        self.last_refresh: int | None = None  # the step of the last refresh of any
         self.checked: set[int] = set()  # sites whose samples were seen to add up to the gradient
         self.samples = Samples(self.sites, curvature.samples, self._keep)
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
@@ -141,13 +143,22 @@ class Preconditioner:
         if not grads:
             return []
         with torch.autocast(self.sites[0].lead.device.type, enabled=False):
-            if self.refresh_due:
-                self._refresh(grads)
+            refreshed = self._refresh(grads) if self.refresh_due else []
             self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
             self.loaded = False
             used = [i for i in self.blocks if any(s.param in grads for s in self.covered[i])]
             lams = {i: _one_damping(self.sites[i], damping) for i in used}
+            for i in refreshed:
+                if i in lams:
+                    self._record(i, grads, lams[i])
             return [(self.sites[i], self.covered[i], self.blocks[i], *self.blocks[i].factor(lams[i])) for i in used]
+
+    def _record(self, index: int, grads: Gradients, damping: float) -> None:
+        block = self.blocks[index]
+        g = self.sites[index].gather(self.covered[index], grads, block.gram.dtype)
+        d, _ = block.attempt(g, *block.factor(damping))
+        self.last_refresh = self.steps
+        self.refreshes[index] = Refresh(self.steps, self.samples.timers[index], *compare(g, d))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def advance(self) -> None:
@@ -168,7 +179,8 @@ class Preconditioner:
         known = index in self.blocks or index in self.refused or index in self.owed
         return not known and self._in_use(index, grads)
 
-    def _refresh(self, grads: Gradients) -> None:
+    def _refresh(self, grads: Gradients) -> list[int]:
+        """Build the blocks of all sites that were captured; the sites that succeeded."""
         # Without samples, as when tools step to fill an optimizer's state, the refresh is still owed.
         self.missed = self.samples.total == 0
         found: list[int] = []
@@ -188,6 +200,7 @@ class Preconditioner:
         scale = 1.0 if self.own_batch else loss_scale()
         rho = min(self.samples.total, self.curvature.samples or self.samples.total)
         dims = [site_dims(self.sites[i], self.samples.kappa(i), rho) for i in found]
+        built: list[int] = []
         for index, chosen in zip(found, plan(dims, self.curvature, self.budget), strict=True):
             self.plans[index] = chosen
             if chosen.form == "plain":
@@ -196,9 +209,12 @@ class Preconditioner:
                 self._take_plain(index)
                 continue
             self._check_sketch(chosen)
-            self._build(index, chosen, grads, scale)
+            with self.samples.timers[index]:
+                if self._build(index, chosen, grads, scale):
+                    built.append(index)
+        return built
 
-    def _build(self, index: int, chosen: Plan, grads: Gradients, scale: float) -> None:
+    def _build(self, index: int, chosen: Plan, grads: Gradients, scale: float) -> bool:
         site, active = self.sites[index], self.samples.active[index]
         U = self.samples.take(index, _dtype(site.lead)).scaled(1 / scale)
         self._check_sum(index, chosen, U, site.gather(active, grads, _dtype(site.lead)))
@@ -222,6 +238,7 @@ class Preconditioner:
                 f"{site.name} failed",
                 f"layer '{site.name}': {int(previous.failures)} solves failed and took the plain gradient (see diagnostics())",
             )
+        return block is not None
 
     def _check_sum(self, index: int, chosen: Plan, U: Operator, g: Tensor) -> None:
         """Whether the samples add up to the gradient, up to scale; once per layer. If not, U tells only a part of the story."""
@@ -271,24 +288,15 @@ class Preconditioner:
     def _say_once(self, key: str, message: str) -> None:
         if key not in self.warned:
             self.warned.add(key)
-            warnings.warn(f"seng: {message}", stacklevel=4)
+            warn(message)
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Per layer, from the last refresh: form, bytes, eigenvalues and how often the plain gradient had to step in."""
+        """Per layer, from its last refresh."""
         out: dict[str, dict[str, Any]] = {}
         for index, site in enumerate(self.sites):
             block = self.blocks.get(index)
-            entry: dict[str, Any] = {"form": "plain", "refreshes_dropped": self.failures.get(index, 0)}
-            if block is not None:
-                values = torch.linalg.eigvalsh(block.gram).clamp_min(0)
-                entry |= {
-                    "form": type(block.U).__name__.lower(),
-                    "columns": block.U.samples,
-                    "bytes": block.U.bytes,
-                    "top_eigenvalue": float(block.top),
-                    "effective_rank": float(values.sum() / values.max()) if float(values.max()) > 0 else 0.0,
-                    "solves_failed": int(block.failures),
-                }
+            entry: dict[str, Any] = {"form": "plain"} if block is None else describe(block, self.refreshes.get(index))
+            entry["refreshes_dropped"] = self.failures.get(index, 0)
             if index in self.plans:
                 entry["why"] = self.plans[index].why
             out[site.name] = entry
@@ -310,6 +318,7 @@ class Preconditioner:
         self.blocks.clear()
         self.plans.clear()
         self.failures.clear()
+        self.refreshes.clear()
         for index, site in enumerate(self.sites):
             entry = state.get(site.lead, {})
             if "seng.step" in entry:

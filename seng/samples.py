@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from seng.diagnostics import Timer
 from seng.operators import Explicit, Implicit, Lookup, Operator
 from seng.sites import Member, Segment, Site, differs
 
@@ -43,10 +44,12 @@ class Samples:
         self.layers: list[tuple[int, Member]] = [(i, m) for i, site in enumerate(sites) for m in site.members]
         self.active: dict[int, tuple[Segment, ...]] = {}
         self.backwards: dict[int, Backward] = {}
+        self.timers: dict[int, Timer] = {}  # site -> what its captures cost
 
     def clear(self) -> None:
         self.backwards.clear()
         self.active.clear()
+        self.timers.clear()
 
     def __len__(self) -> int:
         return len(self.backwards)
@@ -68,15 +71,16 @@ class Samples:
         if backward.count_of.setdefault(index, count) != count:
             backward.differing[index] = (backward.count_of[index], count)
             return
-        with _mode(member.module, training):
-            if member.kind.whole_batch:
-                U = site.operator(active, member, a, g).first(wanted)
-            else:
-                U = site.operator(active, member, a[:wanted], g[:wanted])
-        backward.kappa[index] += _positions(U)
-        U = self.keep(site, U)
-        waiting = backward.pieces.get(index)
-        backward.pieces[index] = U if waiting is None else added(waiting, U)
+        with self.timers.setdefault(index, Timer(g.device)):
+            with _mode(member.module, training):
+                if member.kind.whole_batch:
+                    U = site.operator(active, member, a, g).first(wanted)
+                else:
+                    U = site.operator(active, member, a[:wanted], g[:wanted])
+            backward.kappa[index] += _positions(U)
+            U = self.keep(site, U)
+            waiting = backward.pieces.get(index)
+            backward.pieces[index] = U if waiting is None else added(waiting, U)
 
     def _of(self, task: int) -> Backward:
         """The captures of a backward; stale ones are dropped, as after a step that was skipped."""

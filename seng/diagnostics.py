@@ -1,0 +1,132 @@
+"""What each layer's curvature looks like, from its last refresh; docs/diagnostics.md says how to read it.
+
+opt.register_step_post_hook(seng.TensorBoard(writer))      # one line, and every refresh is drawn
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from seng.block import Block
+from seng.numerics import deviation, eigh
+from seng.operators import Merged
+from seng.sketch import Identity
+
+LEADING = 16  # directions that the sketch error of a form without a basis looks at
+
+
+class Timer:
+    """Seconds spent inside `with timer:`, added up; on a GPU by events, so that nothing waits until they are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[tuple[Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def __enter__(self) -> None:
+        self.start = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        self.marks.append((self.start, self._now()))
+
+    @property
+    def seconds(self) -> float:
+        if not self.cuda:
+            return float(sum(end - start for start, end in self.marks))
+        for _, end in self.marks:
+            end.synchronize()
+        return float(sum(start.elapsed_time(end) for start, end in self.marks)) / 1000
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What one refresh of one layer leaves for the record, on the device."""
+
+    step: int
+    timer: Timer
+    cosine: Tensor  # cos(g, d) at that step
+    norm_ratio: Tensor  # ‖d‖/‖g‖, d in SGD's units
+
+
+def compare(g: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """cos(g, d) and ‖d‖/‖g‖; 1 and 1 for a gradient of zeros."""
+    tiny = torch.finfo(g.dtype).tiny
+    size, length = g.norm(), d.norm()
+    zero = size == 0
+    return torch.where(zero, 1, (g @ d) / (size * length).clamp_min(tiny)), torch.where(zero, 1, length / size.clamp_min(tiny))
+
+
+def describe(block: Block, last: Refresh | None) -> dict[str, Any]:
+    """One layer's numbers; None where they are not known, as after a checkpoint was loaded and before the next refresh."""
+    values = torch.linalg.eigvalsh(block.gram).clamp_min(0)
+    return {
+        "form": type(block.U).__name__.lower(),
+        "columns": block.U.samples,
+        "bytes": block.U.bytes,
+        "refreshed_at": None if last is None else last.step,
+        "refresh_seconds": None if last is None else last.timer.seconds,
+        "top_eigenvalue": float(block.top),
+        "effective_rank": float(values.sum() / values.max()) if float(values.max()) > 0 else 0.0,
+        "damping": None if block.core is None else float(block.core[1]),
+        "cosine": None if last is None else float(last.cosine),
+        "norm_ratio": None if last is None else float(last.norm_ratio),
+        "sketch_error": _sketch_error(block),
+        "solves_failed": int(block.failures),
+    }
+
+
+def _sketch_error(block: Block) -> float | None:
+    if isinstance(block.U, Merged):
+        return None if block.sketch_error is None else float(block.sketch_error)
+    if isinstance(block.omega, Identity):
+        return 0.0
+    values, V = eigh(block.gram)
+    return float(deviation(block.U.combine(V[:, :LEADING]), values[:LEADING]))
+
+
+class Source(Protocol):
+    """A SENG or the handle of `attach`."""
+
+    @property
+    def last_refresh(self) -> int | None: ...
+    def diagnostics(self) -> dict[str, dict[str, Any]]: ...
+
+
+class TensorBoard:
+    """A step hook that writes `diagnostics()` after each refresh, as `seng/<number>/<layer>` at the optimizer's step count.
+
+    opt.register_step_post_hook(seng.TensorBoard(writer))
+    adamw.register_step_post_hook(seng.TensorBoard(writer, handle))     # with seng.attach
+
+    `writer` is a torch.utils.tensorboard.SummaryWriter, or anything with its add_scalar.
+    """
+
+    def __init__(self, writer: Any, source: Source | None = None) -> None:
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise TypeError(f"TensorBoard takes a SummaryWriter, or anything else with add_scalar, not {type(writer).__name__}")
+        self.writer, self.source = writer, source
+        self.written: int | None = None
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        source: Any = self.source or optimizer
+        if not hasattr(source, "last_refresh"):
+            raise TypeError(f"{type(source).__name__} has no curvature; with seng.attach write TensorBoard(writer, handle)")
+        if source.last_refresh is None or source.last_refresh == self.written:
+            return
+        self.written = source.last_refresh
+        for layer, entry in source.diagnostics().items():
+            for key, value in entry.items():
+                if isinstance(value, int | float) and key != "refreshed_at":
+                    self.writer.add_scalar(f"seng/{key}/{layer}", value, self.written)
