@@ -6,6 +6,7 @@ from seng.curvature import Curvature
 from seng.diagnostics import TensorBoard
 from seng.optimizer import SENG
 from seng.plan import Explanation, explain
+from seng.state import expect_curvature
 from seng.version import __version__
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "TensorBoard",
     "__version__",
     "attach",
+    "expect_curvature",
     "explain",
     "layers",
     "schedules",

@@ -15,6 +15,7 @@ from seng.curvature import Curvature, Units
 from seng.distributed import check_strategy
 from seng.optimizer import SENG
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
+from seng.state import nested
 
 
 class Attachment:
@@ -43,7 +44,7 @@ class Attachment:
     @torch.no_grad()
     def _apply(self) -> None:
         params = _params(self._optimizer)
-        if len(params) != self.preconditioner.count:  # add_param_group
+        if len(params) != len(self.preconditioner.trained):  # add_param_group
             before = self.preconditioner
             self.preconditioner = self._engine(params=params, warned=before.warned).succeeds(before)
         grads = {p: p.grad for p in params if p.grad is not None}
@@ -83,8 +84,9 @@ class Attachment:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.damping = state_dict["damping"]
-        sites = self.preconditioner.sites
-        self.preconditioner.load_state({s.lead: state_dict["layers"][s.name] for s in sites if s.name in state_dict["layers"]})
+        layers = {name: nested(entry) for name, entry in state_dict["layers"].items()}
+        layers = {name: entry.get("seng", entry) for name, entry in layers.items()}
+        self.preconditioner.load_state({s.lead: layers[s.name] for s in self.preconditioner.sites if s.name in layers})
 
 
 def attach(

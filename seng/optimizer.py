@@ -19,6 +19,7 @@ from seng.checks import check_group, check_number, check_options, warn
 from seng.curvature import Curvature, Units
 from seng.distributed import check_strategy
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner, Ready
+from seng.state import nested
 
 
 class SENG(Optimizer):
@@ -125,7 +126,11 @@ class SENG(Optimizer):
         for group in self.param_groups:
             check_number("damping", group["damping"], positive=True)
         damping = {p: float(group["damping"]) for group in self.param_groups for p in group["params"]}
-        return grads, damping, [] if self.preconditioner is None else self.preconditioner.ready(grads, damping)
+        if self.preconditioner is None:
+            return grads, damping, []
+        for p in self.preconditioner.trained:  # state_dict fills it in; torch.distributed.checkpoint looks here for the name
+            self.state[p].setdefault("seng", {})
+        return grads, damping, self.preconditioner.ready(grads, damping)
 
     def _update(self, group: dict[str, Any], params: list[nn.Parameter], directions: dict[nn.Parameter, Tensor]) -> None:
         buffers = [self.state[p].get("momentum_buffer") for p in params] if group["momentum"] else [None] * len(params)
@@ -201,20 +206,25 @@ class SENG(Optimizer):
             index = {p: i for i, p in enumerate(self._params())}
             out["state"] = {key: dict(value) for key, value in out["state"].items()}
             for p, entry in self.preconditioner.state().items():
-                out["state"].setdefault(index[p], {}).update(entry)
+                out["state"].setdefault(index[p], {})["seng"] = entry
         return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; a checkpoint of SGD loads too, and its curvature is then built at the next step."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        curvature: dict[nn.Parameter, dict[str, Tensor]] = {}
+        curvature: dict[nn.Parameter, dict[str, Any]] = {}
         rest: dict[Any, Any] = {}
         param_of = dict(zip(keys, self._params(), strict=False))
         for key, entry in state_dict["state"].items():
-            rest[key] = {k: v for k, v in entry.items() if not k.startswith("seng.")}
+            rest[key] = {k: v for k, v in entry.items() if k.split(".")[0] != "seng"}
             if key in param_of:
-                curvature[param_of[key]] = {k: v for k, v in entry.items() if k.startswith("seng.")}
+                curvature[param_of[key]] = nested({k: v for k, v in entry.items() if k not in rest[key]}).get("seng", {})
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "state": rest, "param_groups": groups})
         if self.preconditioner is not None:
             self.preconditioner.load_state(curvature)
+            if any(int(e.get("step", 0)) for e in curvature.values()) and not any("block" in e for e in curvature.values()):
+                warn(
+                    "the loaded state has no curvature: the next step refreshes it. torch.distributed.checkpoint loads only "
+                    "what is there already: call seng.expect_curvature before dcp.load"
+                )

@@ -52,8 +52,7 @@ class Preconditioner:
         warned: set[str] | None = None,
     ) -> None:
         check_options(curvature, refresh_every, units)
-        params = list(params)
-        self.count = len(params)
+        self.trained = params = list(params)
         inside = set(module.parameters())
         foreign = [tuple(p.shape) for p in params if p not in inside]
         if foreign:
@@ -162,8 +161,8 @@ class Preconditioner:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def advance(self) -> None:
-        """End the step."""
-        self.steps += 1
+        """End the step; one that found nothing to begin with, as when tools step to fill an optimizer's state, is not one."""
+        self.steps += not (self.missed and not self.blocks)
         self._rearm()
 
     def _in_use(self, index: int, grads: Gradients) -> bool:
@@ -302,18 +301,20 @@ class Preconditioner:
             out[site.name] = entry
         return out
 
-    def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Everything to continue from, keyed by the lead parameter of each site, as plain tensors."""
-        out: dict[nn.Parameter, dict[str, Tensor]] = {}
-        for index, site in enumerate(self.sites):
-            entry = {"seng.step": torch.tensor(self.steps), "seng.seed": torch.tensor(self.seed)}
-            if index in self.blocks:
-                entry["seng.active"] = torch.tensor([s in self.covered[index] for s in site.segments])
-                entry |= pack("seng.block", self.blocks[index])
-            out[site.lead] = entry
-        return out
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Everything to continue from, as nested dictionaries of tensors: step count and seed with every parameter, since
 
-    def load_state(self, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
+        tools want an entry for each, and the curvature with the lead parameter of its site.
+        """
+        out = {p: {"step": torch.tensor(self.steps), "seed": torch.tensor(self.seed)} for p in self.trained}
+        curvature: dict[nn.Parameter, dict[str, Any]] = {}
+        for index, block in self.blocks.items():
+            site = self.sites[index]
+            active = torch.tensor([s in self.covered[index] for s in site.segments], device=site.lead.device)
+            curvature[site.lead] = {"active": active, "block": pack(block, site.lead.device)}
+        return {p: entry | curvature.get(p, {}) for p, entry in out.items()}
+
+    def load_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Continue from `state()`; a site without an entry starts afresh at the next refresh."""
         self.blocks.clear()
         self.plans.clear()
@@ -321,13 +322,13 @@ class Preconditioner:
         self.refreshes.clear()
         for index, site in enumerate(self.sites):
             entry = state.get(site.lead, {})
-            if "seng.step" in entry:
-                self.steps, self.seed = int(entry["seng.step"]), int(entry["seng.seed"])
-            on = entry["seng.active"].tolist() if "seng.active" in entry else []
+            if "step" in entry:
+                self.steps, self.seed = int(entry["step"]), int(entry["seed"])
+            on = entry["active"].tolist() if "block" in entry else []
             active = tuple(s for s, used in zip(site.segments, on, strict=False) if used)
             if not active:
                 continue
-            block = unpack("seng.block", entry, Block, site.lead.device, _dtype(site.lead))
+            block = unpack(entry["block"], Block, site.lead.device, _dtype(site.lead))
             if len(on) == len(site.segments) and block.U.shape == site.shape(active):
                 block.relative = self.curvature.relative_damping
                 self.blocks[index], self.covered[index] = block, active

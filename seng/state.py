@@ -1,10 +1,12 @@
-"""Blocks as flat dictionaries of tensors and back: any checkpoint format can hold them, and `weights_only=True` loads them.
+"""Blocks as nested dictionaries of tensors and back: any checkpoint format can hold them, and `weights_only=True` loads them.
 
-A field of tensors is `prefix.field`; a nested value is `prefix.field:Type.…`, so that the key tells which form it was.
+A tensor is its field's name; a nested value is `field:Type`, so that the key tells which form it was; a single number is
+`field()`, kept as one of a row since torch.distributed.checkpoint loses tensors without dimensions.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -20,40 +22,82 @@ NESTED: tuple[type, ...] = (
     *(Buckets, Dense, Identity, KroneckerSample, RowSample),
 )
 TYPES = {t.__name__: t for t in NESTED}
+IS = "is"  # in every nested value, so that one without fields is there too
 
 T = TypeVar("T")
 
 
-def pack(prefix: str, value: Any) -> dict[str, Tensor]:
-    """A dataclass of tensors, numbers and nested values as flat tensors."""
-    out: dict[str, Tensor] = {}
+def pack(value: Any, device: torch.device) -> dict[str, Any]:
+    """A dataclass of tensors, numbers and nested values as tensors on one device."""
+    out: dict[str, Any] = {}
     for f in fields(value):
         entry = getattr(value, f.name)
-        key = f"{prefix}.{f.name}"
         if not f.init:
             continue
         if isinstance(entry, NESTED):
-            key = f"{key}:{type(entry).__name__}"
-            out |= {key: torch.tensor(True)} | pack(key, entry)
-        else:
-            out[key] = entry if isinstance(entry, Tensor) else torch.tensor(entry)
+            out[f"{f.name}:{type(entry).__name__}"] = {IS: torch.ones(1, dtype=torch.bool, device=device)} | pack(entry, device)
+            continue
+        tensor = entry if isinstance(entry, Tensor) else torch.tensor(entry, device=device)
+        out |= {f.name: tensor} if tensor.dim() else {f"{f.name}()": tensor[None]}
     return out
 
 
-def unpack(prefix: str, state: Mapping[str, Tensor], kind: type[T], device: torch.device, dtype: torch.dtype) -> T:
+def unpack(state: Mapping[str, Any], kind: type[T], device: torch.device, dtype: torch.dtype) -> T:
     """The value that `pack` was given, on another device or in another precision if need be."""
     values: dict[str, Any] = {}
     for f in fields(kind):  # type: ignore[arg-type]
-        key = f"{prefix}.{f.name}"
         if not f.init:
             continue
-        if key not in state:
-            nested = next(k for k in state if k.startswith(f"{key}:") and "." not in k[len(key) :])
-            values[f.name] = unpack(nested, state, TYPES[nested.rsplit(":")[-1]], device, dtype)
+        single = state.get(f"{f.name}()")
+        tensor = state.get(f.name) if single is None else single[0]
+        if tensor is None:
+            key = next(k for k in state if k.startswith(f"{f.name}:"))
+            values[f.name] = unpack(state[key], TYPES[key.split(":")[1]], device, dtype)
         elif f.type == "Tensor":
-            tensor = state[key]
             values[f.name] = tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
         else:
-            plain = state[key].tolist()
+            plain = tensor.tolist()
             values[f.name] = tuple(plain) if isinstance(plain, list) else plain
     return kind(**values)
+
+
+def nested(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys joined by dots, as older checkpoints have them, taken apart; keys without dots stay as they are."""
+    out: dict[str, Any] = {}
+    for key, value in state.items():
+        *path, last = key.split(".")
+        node = out
+        for part in path:
+            if not isinstance(node.get(part), dict):
+                node[part] = {IS: node[part]} if part in node else {}
+            node = node[part]
+        node[last] = value
+    return out
+
+
+def expect_curvature(state: dict[str, Any], checkpoint: str | os.PathLike[str]) -> None:
+    """Make room in `state` for the curvature that a torch.distributed.checkpoint folder holds, before `dcp.load(state, …)`.
+
+    It loads only what is there already, and an optimizer that has not stepped does not know the shapes of its curvature:
+
+    state = {"model": model_state, "optim": optim_state}     # from get_state_dict(model, opt)
+    seng.expect_curvature(state, folder)
+    dcp.load(state, checkpoint_id=folder)
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    for key, path in (metadata.planner_data or {}).items():
+        entry = metadata.state_dict_metadata[key]
+        if not isinstance(entry, TensorStorageMetadata) or not _ours(path):
+            continue
+        node: Any = state
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node.setdefault(path[-1], torch.empty(entry.size, dtype=entry.properties.dtype))
+
+
+def _ours(path: tuple[Any, ...]) -> bool:
+    """Whether a path into a checkpoint leads to curvature, nested or flattened."""
+    return any(part == "seng" or (isinstance(part, str) and part.startswith("state.") and ".seng." in part) for part in path)
