@@ -30,7 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import ParametrizationList
 
 from seng.operators import Lookup
 
@@ -112,12 +114,21 @@ def arrange(layer: nn.Module, how: Callable[[Tensor], Tensor] | None) -> None:
     ARRANGEMENTS[layer] = how
 
 
+WITHOUT: dict[type[nn.Module], str] = {  # where no rule could help, and why
+    nn.RNNBase: "a recurrent layer runs its time steps inside one operation, where nothing can be captured",
+    nn.RNNCellBase: "a recurrent cell computes its gates inside one operation, where nothing can be captured",
+    nn.MultiheadAttention: "nn.MultiheadAttention calls no layers: nn.Linear and scaled_dot_product_attention can be covered",
+    ParametrizationList: "a layer's weight is computed from it (a parametrization)",
+}
+
+
 def kind_of(layer: nn.Module) -> Kind | str:
     """The layer's kind, or in words why it has none."""
     found = next((KINDS[t] for t in type(layer).__mro__ if t in KINDS), None)
     name = type(layer).__name__
     if found is None:
-        return f"no rule for {name}: register one with seng.layers.factors or seng.layers.columns"
+        other = f"no rule for {name}: register one with seng.layers.factors or seng.layers.columns"
+        return next((why for kind, why in WITHOUT.items() if isinstance(layer, kind)), other)
     if isinstance(layer, LazyModuleMixin):
         return "its lazy parameters have no shape yet: run one forward pass before building the optimizer"
     if type(layer).forward is not found.type.forward or "forward" in vars(layer):
@@ -261,3 +272,21 @@ def _batch_norm(layer: _BatchNorm, a: Tensor, g: Tensor) -> Columns:
 
 for _norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     columns(_norm, whole_batch=True)(_batch_norm)
+
+
+def _instance_norm(layer: _InstanceNorm, a: Tensor, g: Tensor) -> Columns:
+    if layer.training or layer.running_mean is None:
+        return _affine(F.instance_norm(a, eps=layer.eps), g, (1,))
+    return _affine(F.instance_norm(a, layer.running_mean, layer.running_var, use_input_stats=False, eps=layer.eps), g, (1,))
+
+
+for _space, _instance in enumerate((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), start=1):
+    columns(_instance, lambda layer, _space=_space: 1 + _space)(_instance_norm)  # type: ignore[misc]
+
+
+@columns(nn.PReLU, lambda layer: int(layer.num_parameters > 1))
+def _prelu(layer: nn.PReLU, a: Tensor, g: Tensor) -> Columns:
+    """y = max(a, 0) + w min(a, 0), one w or one per channel."""
+    single = layer.num_parameters == 1
+    u = _affine(a.clamp_max(0), g, () if single else (1,))["weight"]
+    return {"weight": u[:, None] if single else u}

@@ -78,6 +78,12 @@ LAYERS = [
     Case("batch-norm1d", lambda: _eval(nn.BatchNorm1d(3)), (3,)),
     Case("batch-norm1d-sequence", lambda: _eval(nn.BatchNorm1d(3)), (3, 4)),
     Case("batch-norm2d", lambda: _eval(nn.BatchNorm2d(3)), (3, 2, 4)),
+    Case("instance-norm1d", lambda: _eval(nn.InstanceNorm1d(3, affine=True)), (3, 4)),
+    Case("instance-norm2d-tracked", lambda: _eval(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)), (3, 2, 4)),
+    Case("instance-norm3d", lambda: nn.InstanceNorm3d(2, affine=True), (2, 2, 3, 2)),
+    Case("prelu", lambda: nn.PReLU(), (3, 4)),
+    Case("prelu-channels", lambda: nn.PReLU(3), (3, 2, 2)),
+    Case("prelu-features", lambda: nn.PReLU(3), (3,)),
     Case("batch-norm3d", lambda: _eval(nn.BatchNorm3d(2)), (2, 2, 3, 2)),
 ]
 

@@ -119,6 +119,7 @@ def test_half_frozen_layer(make, frozen, form):
         (nn.ConvTranspose1d(2, 3, 2), torch.randn(2, 4)),
         (nn.LayerNorm(4), torch.randn(4)),
         (nn.Embedding(4, 3), torch.tensor(2)),
+        (nn.InstanceNorm1d(3, affine=True), torch.randn(3, 4)),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "x",
 )
@@ -199,7 +200,11 @@ def test_subclass_with_a_forward_of_its_own_is_not_trusted():
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (nn.LSTM(2, 2), "no rule for LSTM"),
+        (nn.LSTM(2, 2), "inside one operation"),
+        (nn.GRUCell(2, 2), "inside one operation"),
+        (nn.MultiheadAttention(4, 2), "scaled_dot_product_attention can be covered"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)).parametrizations.weight, "a parametrization"),
+        (nn.Bilinear(2, 2, 2), "no rule for Bilinear: register one"),
         (nn.LazyLinear(3), "lazy parameters"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "computed from other tensors"),
         (prune.l1_unstructured(nn.LayerNorm(4), "weight", 1), "computed from other tensors"),
