@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from seng.state import nested
 class Attachment:
     """The handle that `attach` returns."""
 
-    def __init__(self, optimizer: Optimizer, engine: partial[Preconditioner], damping: float) -> None:
-        self.preconditioner = engine(params=_params(optimizer))
-        self._engine = engine
+    def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner, damping: float) -> None:
+        self.preconditioner = preconditioner
         self.damping = damping  # may be changed at any time; acts at the next step
         self._optimizer = optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_step)
@@ -45,8 +43,7 @@ class Attachment:
     def _apply(self) -> None:
         params = _params(self._optimizer)
         if len(params) != len(self.preconditioner.trained):  # add_param_group
-            before = self.preconditioner
-            self.preconditioner = self._engine(params=params, warned=before.warned).succeeds(before)
+            self.preconditioner.cover(params)
         grads = {p: p.grad for p in params if p.grad is not None}
         check_number("damping", self.damping, positive=True)
         if not grads:
@@ -107,15 +104,15 @@ def attach(
         raise TypeError(f"attach takes a torch optimizer first and the module second, not {type(optimizer).__name__}")
     check_number("damping", damping, positive=True)
     check_strategy(strategy)
-    engine = partial(
-        Preconditioner,
+    preconditioner = Preconditioner(
         module,
+        _params(optimizer),
         curvature=curvature or Curvature(),
         refresh_every=refresh_every,
         units=units,
         strict=strict,
     )
-    return Attachment(optimizer, engine, damping)
+    return Attachment(optimizer, preconditioner, damping)
 
 
 def _params(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -29,6 +29,11 @@ def check_options(curvature: Curvature, refresh_every: int, units: str) -> None:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """The options that live in a param group."""
+    for name in ("module", "refresh_every", "curvature", "units", "strategy", "strict"):
+        if name in group:
+            raise ValueError(f"{name} holds for the whole optimizer: give it to SENG(…), not to a param group")
+    if group.get("dampening"):
+        raise ValueError(f"SENG's momentum has no dampening, and the group asks for {group['dampening']!r}")
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     for name in ("lr", "momentum", "weight_decay"):

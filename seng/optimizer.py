@@ -86,10 +86,9 @@ class SENG(Optimizer):
         """As torch's; layers of the module that were not trained before are covered from the next refresh on."""
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        if self.preconditioner is not None and self._module is not None:
-            before = self.preconditioner
+        if self.preconditioner is not None:
             try:
-                self.preconditioner = self._engine(self._module, self._params(), warned=before.warned).succeeds(before)
+                self.preconditioner.cover(self._params())
             except ValueError:
                 self.param_groups.pop()
                 raise
@@ -201,30 +200,55 @@ class SENG(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with each block's curvature, the step count and the sketches' seed beside the weight's momentum."""
-        out = super().state_dict()
-        if self.preconditioner is not None:
-            index = {p: i for i, p in enumerate(self._params())}
-            out["state"] = {key: dict(value) for key, value in out["state"].items()}
-            for p, entry in self.preconditioner.state().items():
-                out["state"].setdefault(index[p], {})["seng"] = entry
-        return out
+        handle = self.register_state_dict_post_hook(_with_curvature, prepend=True)  # so that the user's hooks see all of it
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; a checkpoint of SGD loads too, and its curvature is then built at the next step."""
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         curvature: dict[nn.Parameter, dict[str, Any]] = {}
-        rest: dict[Any, Any] = {}
-        param_of = dict(zip(keys, self._params(), strict=False))
-        for key, entry in state_dict["state"].items():
-            rest[key] = {k: v for k, v in entry.items() if k.split(".")[0] != "seng"}
-            if key in param_of:
-                curvature[param_of[key]] = nested({k: v for k, v in entry.items() if k not in rest[key]}).get("seng", {})
-        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
-        super().load_state_dict({**state_dict, "state": rest, "param_groups": groups})
-        if self.preconditioner is not None:
-            self.preconditioner.load_state(curvature)
-            if any(int(e.get("step", 0)) for e in curvature.values()) and not any("block" in e for e in curvature.values()):
-                warn(
-                    "the loaded state has no curvature: the next step refreshes it. torch.distributed.checkpoint loads only "
-                    "what is there already: call seng.expect_curvature before dcp.load"
-                )
+
+        def take_out(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            keys = [key for group in given["param_groups"] for key in group["params"]]
+            rest = dict(given["state"])
+            for key, p in zip(keys, self._params(), strict=False):
+                entry = rest.get(key, {})
+                ours = {k: v for k, v in entry.items() if k.split(".")[0] == "seng"}
+                if ours:
+                    rest[key] = {k: v for k, v in entry.items() if k not in ours}
+                    curvature[p] = nested(ours)["seng"]
+            return {**given, "state": rest, "param_groups": [{**self.defaults, **group} for group in given["param_groups"]]}
+
+        # After the user's hooks have made of the checkpoint what they want, and before they look at what was loaded.
+        handles = [
+            self.register_load_state_dict_pre_hook(take_out),
+            self.register_load_state_dict_post_hook(lambda _: self._load_curvature(curvature), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _load_curvature(self, curvature: dict[nn.Parameter, dict[str, Any]]) -> None:
+        if self.preconditioner is None:
+            return
+        self.preconditioner.load_state(curvature)
+        entries = curvature.values()
+        if any(int(entry.get("step", 0)) for entry in entries) and not any("block" in entry for entry in entries):
+            warn(
+                "the loaded state has no curvature: the next step refreshes it. torch.distributed.checkpoint loads only "
+                "what is there already: call seng.expect_curvature before dcp.load"
+            )
+
+
+def _with_curvature(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    engine = getattr(optimizer, "preconditioner", None)
+    if engine is None:
+        return
+    index = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    state = state_dict["state"] = dict(state_dict["state"])
+    for p, entry in engine.state().items():
+        state[index[p]] = {**state.get(index[p], {}), "seng": entry}

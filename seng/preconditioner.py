@@ -40,6 +40,9 @@ Ready = tuple[Site, tuple[Segment, ...], Block, Tensor, Tensor]  # where, what w
 class Preconditioner:
     """The blocks of a module, refreshed every `refresh_every` steps and solved with at each."""
 
+    samples: Samples
+    capture: Capture
+
     def __init__(
         self,
         module: nn.Module,
@@ -49,54 +52,65 @@ class Preconditioner:
         refresh_every: int,
         units: Units,
         strict: bool,
-        warned: set[str] | None = None,
     ) -> None:
         check_options(curvature, refresh_every, units)
-        self.trained = params = list(params)
-        inside = set(module.parameters())
+        self.module, self.curvature, self.refresh_every, self.units, self.strict = (
+            module,
+            curvature,
+            refresh_every,
+            units,
+            strict,
+        )
+        self.budget = budget(curvature, module)
+        self.warned: set[str] = set()  # what has been said already
+        self.seed = torch.initial_seed() % 2**63  # read, not drawn: the global stream stays as it is
+        self.steps = 0
+        self.own_batch = False  # whether this step's curvature comes from a batch of its own
+        self.missed = False  # whether the last refresh found no samples at all
+        self.loaded = False  # whether a state was loaded since the last backward, which drops what was captured
+        self.last_refresh: int | None = None  # the step of the last refresh of any site
+        self.trained: list[nn.Parameter] = []
+        self.sites: list[Site] = []
+        # By site:
+        self.blocks: dict[int, Block] = {}
+        self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
+        self.owed: set[int] = set()  # in use, and no curvature yet
+        self.refused: set[int] = set()  # these take the plain gradient by decision
+        self.plans: dict[int, Plan] = {}
+        self.failures: dict[int, int] = {}  # refreshes that had to be dropped
+        self.refreshes: dict[int, Refresh] = {}  # the last one of each
+        self.checked: set[int] = set()  # whose samples were seen to add up to the gradient
+        self.cover(params)
+
+    def cover(self, params: Iterable[nn.Parameter]) -> None:
+        """Look for the layers of these parameters; again when there are more, in place and without loss of curvature."""
+        params = list(params)
+        inside = set(self.module.parameters())
         foreign = [tuple(p.shape) for p in params if p not in inside]
         if foreign:
             raise ValueError(
                 f"{len(foreign)} of {len(params)} parameters are not the module's (the first has shape {foreign[0]}): "
                 "pass the module that holds them as module=…"
             )
-        self.curvature, self.refresh_every, self.units, self.strict = curvature, refresh_every, units, strict
-        self.warned: set[str] = set() if warned is None else warned  # what has been said already
-        self.sites, self.uncovered = survey(module, params)
-        if not self.sites:
-            raise ValueError(f"no layer of {type(module).__name__} is covered, so SENG would be SGD: {_listed(self.uncovered)}")
-        if self.uncovered:
-            self._refuse("uncovered", f"these parameters take the plain gradient: {_listed(self.uncovered)}")
-        self.params = list(module.parameters())
-        self.budget = budget(curvature, module)
-        self.seed = torch.initial_seed() % 2**63  # read, not drawn: the global stream stays as it is
-        self.steps = 0
-        self.own_batch = False  # whether this step's curvature comes from a batch of its own
-        self.missed = False  # whether the last refresh found no samples at all
-        self.loaded = False  # whether a state was loaded since the last step, which drops what was captured
-        self.owed: set[int] = set()  # sites in use that have no curvature yet
-        self.refused: set[int] = set()  # sites that take the plain gradient by decision
-        self.blocks: dict[int, Block] = {}
-        self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
-        self.plans: dict[int, Plan] = {}
-        self.failures: dict[int, int] = {}  # refreshes that had to be dropped, by site
-        self.refreshes: dict[int, Refresh] = {}  # the last one of each site
-        self.last_refresh: int | None = None  # the step of the last refresh of any
-        self.checked: set[int] = set()  # sites whose samples were seen to add up to the gradient
-        self.samples = Samples(self.sites, curvature.samples, self._keep)
+        sites, uncovered = survey(self.module, params)
+        if not sites:
+            raise ValueError(f"no layer of {type(self.module).__name__} is covered, so SENG would be SGD: {_listed(uncovered)}")
+        if uncovered:
+            self._refuse("uncovered", f"these parameters take the plain gradient: {_listed(uncovered)}")
+        before = self.state()
+        if self.sites:
+            self.capture.remove()
+        self.trained, self.sites, self.uncovered = params, sites, uncovered
+        self.samples = Samples(sites, self.curvature.samples, self._keep)
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
+        if before:
+            self.load_state(before)
         self._rearm()
 
     @property
     def refresh_due(self) -> bool:
         """Whether the coming step refreshes the curvature."""
         return self.own_batch or self.missed or bool(self.owed) or self.steps % self.refresh_every == 0
-
-    def succeeds(self, before: Preconditioner) -> Preconditioner:
-        """Take over from an engine over fewer parameters, which lets go of its hooks."""
-        before.capture.remove()
-        self.load_state(before.state())
-        return self
 
     def _rearm(self) -> None:
         self.samples.clear()
@@ -111,8 +125,9 @@ class Preconditioner:
     @contextmanager
     def curvature_batch(self) -> Iterator[None]:
         """Backwards in here feed only the curvature (the paper's S̃_k); gradients stay as they were. The next step refreshes."""
-        kept = [p.grad for p in self.params]
-        for p in self.params:
+        params = list(self.module.parameters())
+        kept = [p.grad for p in params]
+        for p in params:
             p.grad = None
         self.samples.clear()
         self.own_batch = self.capture.armed = True
@@ -123,7 +138,7 @@ class Preconditioner:
             raise
         finally:
             self.capture.armed = self.capture.armed and not self.own_batch
-            for p, grad in zip(self.params, kept, strict=True):
+            for p, grad in zip(params, kept, strict=True):
                 p.grad = grad
 
     def directions(self, grads: Gradients, damping: Dampings, ready: list[Ready]) -> dict[nn.Parameter, Tensor]:
@@ -302,28 +317,44 @@ class Preconditioner:
         return out
 
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Everything to continue from, as nested dictionaries of tensors: step count and seed with every parameter, since
+        """Everything to continue from, as nested dictionaries of tensors: a site's with its lead parameter, and what holds for
 
-        tools want an entry for each, and the curvature with the lead parameter of its site.
+        all of them with every parameter, since tools want an entry for each.
         """
-        out = {p: {"step": torch.tensor(self.steps), "seed": torch.tensor(self.seed)} for p in self.trained}
-        curvature: dict[nn.Parameter, dict[str, Any]] = {}
+        common = {"step": self.steps, "seed": self.seed, "missed": self.missed}
+        out: dict[nn.Parameter, dict[str, Any]] = {p: dict(common) for p in self.trained}
+        for index, site in enumerate(self.sites):
+            out[site.lead] |= {"owed": index in self.owed, "refused": index in self.refused}
+        for entry in out.values():
+            entry |= {key: torch.tensor(value, device="cpu") for key, value in entry.items()}
         for index, block in self.blocks.items():
-            site = self.sites[index]
-            active = torch.tensor([s in self.covered[index] for s in site.segments], device=site.lead.device)
-            curvature[site.lead] = {"active": active, "block": pack(block, site.lead.device)}
-        return {p: entry | curvature.get(p, {}) for p, entry in out.items()}
+            lead = self.sites[index].lead
+            active = [s in self.covered[index] for s in self.sites[index].segments]
+            out[lead] |= {"active": torch.tensor(active, device=lead.device), "block": pack(block, lead.device)}
+        return out
 
     def load_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Continue from `state()`; a site without an entry starts afresh at the next refresh."""
-        self.blocks.clear()
-        self.plans.clear()
-        self.failures.clear()
-        self.refreshes.clear()
+        for record in (
+            self.blocks,
+            self.covered,
+            self.owed,
+            self.refused,
+            self.plans,
+            self.failures,
+            self.refreshes,
+            self.checked,
+        ):
+            record.clear()
+        missed = False
         for index, site in enumerate(self.sites):
             entry = state.get(site.lead, {})
             if "step" in entry:
                 self.steps, self.seed = int(entry["step"]), int(entry["seed"])
+                missed = bool(entry.get("missed", False))
+            for name, sites in (("owed", self.owed), ("refused", self.refused)):
+                if entry.get(name, False):
+                    sites.add(index)
             on = entry["active"].tolist() if "block" in entry else []
             active = tuple(s for s, used in zip(site.segments, on, strict=False) if used)
             if not active:
@@ -332,9 +363,8 @@ class Preconditioner:
             if len(on) == len(site.segments) and block.U.shape == site.shape(active):
                 block.relative = self.curvature.relative_damping
                 self.blocks[index], self.covered[index] = block, active
-        self.missed = not self.blocks
-        self.loaded = True
-        self.owed.clear()
+        self.missed = missed or not self.blocks
+        self.loaded = any(p.grad is not None for p in self.trained)
         self._rearm()
 
 

@@ -170,7 +170,7 @@ def _site(shared: set[nn.Parameter], entries: list[tuple[str, nn.Module]], atten
         if layer in attention:
             kind = f"nn.MultiheadAttention '{attention[layer]}' does not call it as a module"
         if isinstance(kind, str):
-            return kind if len(entries) == 1 else f"{kind} (and it shares a parameter with {len(entries) - 1} other layer)"
+            return kind if len(entries) == 1 else f"{kind} (and they share a parameter: {', '.join(n for n, _ in entries)})"
         members.append(Member(name, layer, kind))
 
     segments: dict[nn.Parameter, Segment] = {}

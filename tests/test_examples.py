@@ -10,6 +10,9 @@ import torch
 import seng
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+# An untrained network has 2.30 on the digits; on the licence's text 4.85, and the frequencies of its letters alone give 3.07.
+FRAMEWORKS = {"lightning_module": 0.4, "accelerate_loop": 0.45, "hf_trainer": 2.6}
+LOSSES = {"quickstart": 0.2, "attach_adamw": 1.0, "own_layer": 0.5, "paper_setting": 2.3, **FRAMEWORKS}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -22,8 +25,8 @@ def test_example(path, capsys):
         seng.layers.KINDS.clear()
         seng.layers.KINDS.update(kinds)
     final = float(re.search(r"final loss ([\d.]+)", capsys.readouterr().out).group(1))
-    assert final < {"quickstart": 0.2, "attach_adamw": 1.0, "own_layer": 0.5, "paper_setting": 2.3}[path.stem]
-    assert len(path.read_text().splitlines()) <= 45
+    assert final < LOSSES[path.stem]
+    assert len(path.read_text().splitlines()) <= (40 if path.stem in FRAMEWORKS else 45)
 
 
 def test_the_readme_names_both_commands_and_every_public_name():

@@ -282,7 +282,9 @@ BAD = {
     "the damping cannot be relative": lambda m: seng.SENG(m, units="paper"),
     "unknown units 'si'": lambda m: seng.SENG(m, units="si"),
     "unknown strategy 'shared'": lambda m: seng.SENG(m, strategy="shared"),
-    "no layer of Sequential is covered.*no rule for LSTM": lambda m: seng.SENG(nn.Sequential(nn.LSTM(2, 2)), lr=0.1),
+    "no layer of Sequential is covered.*a recurrent layer runs its time steps inside one operation": lambda m: seng.SENG(
+        nn.Sequential(nn.LSTM(2, 2)), lr=0.1
+    ),
     "1 of 9 parameters are not the module's": lambda m: seng.SENG([*m.parameters(), nn.Parameter(torch.zeros(3))], module=m),
     "is a module and module=… is another": lambda m: seng.SENG(m, module=network()),
     "strict=True: these parameters take the plain gradient: 1.weight_ih_l0": lambda m: seng.SENG(
