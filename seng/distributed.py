@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
+from torch import Tensor
 
 
 def check_strategy(strategy: str | None) -> None:
@@ -13,4 +16,13 @@ def check_strategy(strategy: str | None) -> None:
         raise RuntimeError(
             f"SENG runs in one process in this version, and the process group has {dist.get_world_size()}: "
             "ranks with curvatures of their own would drift apart"
+        )
+
+
+def check_whole(params: Iterable[Tensor]) -> None:
+    """Parameters that are spread over a device mesh (DTensor) are refused."""
+    if any(hasattr(p, "device_mesh") for p in params):
+        raise RuntimeError(
+            "the parameters are DTensors, spread over a device mesh (FSDP2, tensor parallelism): in this version SENG works on "
+            "whole parameters"
         )

@@ -19,6 +19,7 @@ from seng.capture import Capture, loss_scale
 from seng.checks import check_options, warn
 from seng.curvature import Curvature, Units
 from seng.diagnostics import Refresh, compare, describe
+from seng.distributed import check_whole
 from seng.numerics import reduced
 from seng.operators import Implicit, Operator
 from seng.plan import Plan, budget, plan, site_dims
@@ -92,6 +93,7 @@ class Preconditioner:
                 f"{len(foreign)} of {len(params)} parameters are not the module's (the first has shape {foreign[0]}): "
                 "pass the module that holds them as module=…"
             )
+        check_whole(params)
         sites, uncovered = survey(self.module, params)
         if not sites:
             raise ValueError(f"no layer of {type(self.module).__name__} is covered, so SENG would be SGD: {_listed(uncovered)}")
@@ -387,5 +389,9 @@ def _dtype(p: Tensor) -> torch.dtype:
 
 
 def _listed(reasons: Mapping[str, str], most: int = 5) -> str:
-    lines = [f"{name} ({why})" for name, why in list(reasons.items())[:most]]
-    return "; ".join(lines) + (f"; and {len(reasons) - most} more, see seng.explain" if len(reasons) > most else "")
+    """Each reason once, with the parameters that it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        by_reason.setdefault(why, []).append(name)
+    lines = [f"{', '.join(names[:most])}{', …' if len(names) > most else ''} ({why})" for why, names in by_reason.items()]
+    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more reasons, see seng.explain" if len(lines) > most else "")
