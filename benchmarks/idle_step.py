@@ -71,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compile", action="store_true", help="also with torch.compile of the model and of the step")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,29 +79,39 @@ def main() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
 
-    def contender(make: Any) -> dict[str, Any]:
+    def contender(make: Any, compiled: bool = False) -> dict[str, Any]:
         torch.manual_seed(0)
         model: nn.Module = resnet18().to(device)
-        return {"model": model, "opt": make(model), "backward": [], "step": []}
+        opt = make(model)
+        run, step = (torch.compile(model, fullgraph=True), torch.compile(opt.step)) if compiled else (model, opt.step)
+        return {"run": run, "opt": opt, "advance": step, "backward": [], "step": []}
+
+    def sgd(m: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9)
+
+    def ours(m: nn.Module) -> seng.SENG:
+        return seng.SENG(m, lr=0.01, refresh_every=10**9)
 
     contenders = {
-        "sgd": contender(lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9)),
-        "seng": contender(lambda m: seng.SENG(m, lr=0.01, refresh_every=10**9)),
+        "sgd": contender(sgd),
+        "seng": contender(ours),
         "seng, k = 64": contender(lambda m: seng.SENG(m, lr=0.01, refresh_every=10**9, curvature=seng.Curvature(rank=64))),
     }
+    if options.compile:
+        contenders |= {"sgd, compiled": contender(sgd, True), "seng, compiled": contender(ours, True)}
 
     def backward(c: dict[str, Any]) -> None:
         c["opt"].zero_grad()
-        cross_entropy(c["model"](x), y).backward()
+        cross_entropy(c["run"](x), y).backward()
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
     for c in contenders.values():
-        for _ in range(3):  # the first step refreshes, the others warm up
+        for _ in range(4):  # the first step refreshes, the others warm up
             backward(c)
-            c["opt"].step()
+            c["advance"]()
     for _ in range(options.rounds):
         for c in contenders.values():
             wait()
@@ -108,7 +119,7 @@ def main() -> None:
             backward(c)
             wait()
             middle = time.perf_counter()
-            c["opt"].step()
+            c["advance"]()
             wait()
             c["backward"].append(middle - start)
             c["step"].append(time.perf_counter() - middle)
@@ -128,7 +139,7 @@ def main() -> None:
     for name, row in rows.items():
         row["ratio_to_sgd"] = total[name] / total["sgd"]
         row["backward_ratio_to_sgd"] = row["forward+backward_ms"] / rows["sgd"]["forward+backward_ms"]
-    setting = f"ResNet18 for 32x32, batch {batch}, float32, eager, {options.rounds} interleaved rounds, medians, seed 0"
+    setting = f"ResNet18 for 32x32, batch {batch}, float32, {options.rounds} interleaved rounds, medians, seed 0"
     record.write(options.out / f"idle_step-{device.type}.json", setting, rows)
 
 

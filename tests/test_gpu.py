@@ -1,4 +1,4 @@
-"""On a GPU: directions as on the CPU, sketches drawn there, mixed precision, moving a checkpoint. Skipped without one."""
+"""On a GPU: directions as on the CPU, sketches drawn there, mixed precision, compiling, moving checkpoints. Skipped without."""
 
 import copy
 
@@ -38,19 +38,24 @@ def network():
     )
 
 
-def train(model, opt, steps, autocast=None):
+def train(model, opt, steps, autocast=None, run=None, step=None, scaler=None, parts=1):
     losses = []
     for i in range(steps):
         generator = torch.Generator().manual_seed(i % 4)
         x = torch.randn(32, 3, 8, 8, generator=generator).to("cuda", torch.float32)
         y = torch.randint(10, (32,), generator=generator).cuda()
         opt.zero_grad()
-        with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
-            loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
+        for inputs, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
+                loss = nn.functional.cross_entropy((run or model)(inputs), labels) / parts
+            (scaler.scale(loss) if scaler else loss).backward()
+        (step or opt.step)()
         losses.append(float(loss.detach()))
     return losses
+
+
+def values(model):
+    return naive.flat([p.detach() for p in model.parameters()]).double().cpu()
 
 
 @pytest.mark.parametrize("sketch", [None, Rows(64), LeverageRows(64), Gaussian(64), CountSketch(64), KroneckerRows(4, 16)])
@@ -104,3 +109,97 @@ def test_a_checkpoint_moves_between_devices():
         o.step()
     got, want = (naive.flat([p.detach().cpu() for p in m.parameters()]) for m in (twin, model))
     assert naive.relative_error(got, want) < 1e-4
+
+
+@pytest.fixture
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("form", ["merged", "implicit"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model_is_captured(form, mode):
+    """With CUDA graphs too, which must neither record our Python once and for all nor reuse the memory that we keep."""
+    results = []
+    for compiled in (False, True):
+        model = network()
+        opt = seng.SENG(model, lr=0.02, refresh_every=4, curvature=seng.Curvature(form=form, rank=400), strict=True)
+        run = torch.compile(model, mode=mode, fullgraph=True) if compiled else None
+        train(model, opt, 12, run=run, parts=2)
+        results.append(values(model))
+        assert len(opt.preconditioner.blocks) == 3 and opt.last_refresh == 8
+    start = values(network())
+    assert naive.relative_error(results[1] - start, results[0] - start) < 0.02  # other kernels, float32
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_compiled_step():
+    results = []
+    for compiled in (False, True):
+        model = network()
+        opt = seng.SENG(model, lr=torch.tensor(0.02, device="cuda"), refresh_every=5)
+        train(model, opt, 12, step=torch.compile(opt.step) if compiled else None)
+        results.append(values(model))
+    start = values(network())
+    assert naive.relative_error(results[1] - start, results[0] - start) < 0.02
+
+
+def test_float16_autocast_with_a_grad_scaler():
+    exact, mixed = network(), network()
+    train(exact, seng.SENG(exact, lr=0.05, refresh_every=5), 10)
+    opt, scaler = seng.SENG(mixed, lr=0.05, refresh_every=5), torch.amp.GradScaler("cuda", init_scale=2.0**14)
+
+    def step():
+        scaler.step(opt)
+        scaler.update()
+
+    train(mixed, opt, 10, torch.float16, step=step, scaler=scaler)
+    assert opt.preconditioner.steps == 10
+    start = values(network())
+    moved = [values(m) - start for m in (exact, mixed)]
+    assert float(torch.nn.functional.cosine_similarity(*moved, dim=0)) > 0.95
+
+
+def test_a_step_that_the_scaler_skips():
+    model = network()
+    opt, scaler = seng.SENG(model, lr=0.05), torch.amp.GradScaler("cuda")
+    before = values(model)
+    x = torch.full((4, 3, 8, 8), torch.inf, device="cuda", dtype=torch.float32)
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert torch.equal(values(model), before) and opt.preconditioner.steps == 0
+    losses = train(model, opt, 9)
+    assert torch.isfinite(values(model)).all() and losses[-1] < losses[0]
+
+
+def test_diagnostics_are_timed_by_events():
+    model = network()
+    opt = seng.SENG(model, lr=0.05)
+    train(model, opt, 1)
+    for entry in opt.diagnostics().values():
+        assert 0 < entry["refresh_seconds"] < 60 and -1 <= entry["cosine"] <= 1 and entry["norm_ratio"] > 0
+
+
+def test_distributed_checkpoints_of_a_model_on_the_gpu():
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+    for options in (
+        StateDictOptions(),
+        StateDictOptions(flatten_optimizer_state_dict=True),
+        StateDictOptions(cpu_offload=True),
+    ):
+        model = network()
+        opt = seng.SENG(model, lr=0.05, refresh_every=100)
+        train(model, opt, 2)
+        twin = copy.deepcopy(model)
+        other = seng.SENG(twin, lr=0.05, refresh_every=100)
+        set_optimizer_state_dict(
+            twin, other, copy.deepcopy(get_optimizer_state_dict(model, opt, options=options)), options=options
+        )
+        for m, o in ((model, opt), (twin, other)):
+            train(m, o, 2)
+        assert naive.relative_error(values(twin), values(model)) < 1e-5
