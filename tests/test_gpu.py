@@ -128,7 +128,7 @@ def test_a_compiled_model_is_captured(form, mode):
         model = network()
         opt = seng.SENG(model, lr=0.02, refresh_every=4, curvature=seng.Curvature(form=form, rank=400), strict=True)
         run = torch.compile(model, mode=mode, fullgraph=True) if compiled else None
-        train(model, opt, 12, run=run, parts=2)
+        train(model, opt, 12, run=run, parts=2 if mode == "default" else 1)  # torch cannot accumulate in what CUDA graphs own
         results.append(values(model))
         assert len(opt.preconditioner.blocks) == 3 and opt.last_refresh == 8
     start = values(network())
