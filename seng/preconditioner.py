@@ -210,8 +210,8 @@ class Preconditioner:
             elif not (self.own_batch or self.loaded) and self._in_use(index, grads):
                 raise RuntimeError(
                     f"layer '{site.name}' has a gradient but was not captured on this refresh step. Its forward must run "
-                    "after the optimizer is built (and before torch.compile traces it), through the module itself; torch.compile "
-                    "may also have taken the graph of an equal model that was compiled without the optimizer, which "
+                    "after the optimizer is built (and before torch.compile traces it), through the module itself. "
+                    "torch.compile may also have taken the graph of an equal model that it traced without the optimizer, which "
                     "torch._dynamo.reset() forgets. If its weight is used in another way, leave it out with "
                     "seng.layers.arrange(layer, None)"
                 )
