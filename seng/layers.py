@@ -103,6 +103,9 @@ def columns(kind: type[nn.Module], features: Callable[[Any], int] = _last, whole
 ARRANGEMENTS: WeakKeyDictionary[nn.Module, Callable[[Tensor], Tensor] | None] = WeakKeyDictionary()
 
 
+ON_REQUEST = "left out on request, by seng.layers.arrange(layer, None)"
+
+
 def arrange(layer: nn.Module, how: Callable[[Tensor], Tensor] | None) -> None:
     """Say how a layer's input and output bring the sample to dimension 0; None leaves the layer to the plain gradient.
 
@@ -134,7 +137,7 @@ def kind_of(layer: nn.Module) -> Kind | str:
     if type(layer).forward is not found.type.forward or "forward" in vars(layer):
         return f"{name} has a forward of its own, so the rule of {found.type.__name__} may not hold: register a rule for it"
     if layer in ARRANGEMENTS and ARRANGEMENTS[layer] is None:
-        return "left out on request (seng.layers.arrange(layer, None))"
+        return ON_REQUEST
     builtin = found.type.__module__.startswith("torch.")
     if (found.factored or builtin) and "weight" not in layer._parameters:
         return "its weight is computed from other tensors (a parametrization): they take the plain gradient"

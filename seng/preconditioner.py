@@ -20,6 +20,7 @@ from seng.checks import check_options, warn
 from seng.curvature import Curvature, Units
 from seng.diagnostics import Refresh, compare, describe
 from seng.distributed import check_whole
+from seng.layers import ON_REQUEST
 from seng.numerics import reduced
 from seng.operators import Implicit, Operator
 from seng.plan import Plan, budget, plan, site_dims
@@ -97,8 +98,9 @@ class Preconditioner:
         sites, uncovered = survey(self.module, params)
         if not sites:
             raise ValueError(f"no layer of {type(self.module).__name__} is covered, so SENG would be SGD: {_listed(uncovered)}")
-        if uncovered:
-            self._refuse("uncovered", f"these parameters take the plain gradient: {_listed(uncovered)}")
+        unasked = {name: why for name, why in uncovered.items() if why != ON_REQUEST}
+        if unasked:
+            self._refuse("uncovered", f"these parameters take the plain gradient: {_listed(unasked)}")
         before = self.state()
         if self.sites:
             self.capture.remove()

@@ -351,8 +351,8 @@ def test_arrange_says_where_the_sample_is(layout):
 def test_arrange_none_leaves_a_layer_out():
     model = Positions()
     seng.layers.arrange(model.places, None)
-    with pytest.warns(UserWarning, match="places.weight \\(left out on request"):
-        opt = optimizer(model)
+    opt = optimizer(model, strict=True)  # what was asked for is neither warned of nor refused
+    assert opt.preconditioner.uncovered == {"places.weight": "left out on request, by seng.layers.arrange(layer, None)"}
     naive.loss_of(model(torch.randint(7, (8, 5))), torch.randn(8, 5, 2)).backward()
     opt.step()
 
@@ -414,7 +414,7 @@ def test_keyword_inputs_are_captured():
 
 def test_attention_is_left_out_with_the_reason():
     model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    with pytest.warns(UserWarning, match="self_attn.out_proj.weight .*does not call it as a module"):
+    with pytest.warns(UserWarning, match="self_attn.out_proj.weight.* does not call it as a module"):
         opt = optimizer(model, refresh_every=1)
     for _ in range(2):
         opt.zero_grad()
@@ -457,6 +457,26 @@ def test_activation_checkpointing(reentrant):
     naive.loss_of(out, target).backward()
     assert opt.preconditioner.samples.total == 5
     assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "non-reentrant"])
+def test_checkpointing_still_releases_what_lies_inside(how):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    opt = optimizer(model)
+    inside = []
+
+    def run(x):
+        h = model[0](x).tanh()
+        inside.append(weakref.ref(h))
+        return model[1](h)
+
+    x = torch.randn(5, 3, requires_grad=True)
+    out = run(x) if how == "plain" else checkpoint(run, x, use_reentrant=how == "reentrant")
+    gc.collect()
+    assert opt.preconditioner.capture.armed and (inside[0]() is None) == (how != "plain")
+    naive.loss_of(out, torch.randn(5, 2)).backward()
+    opt.step()
+    assert len(opt.preconditioner.blocks) == 2
 
 
 def test_torch_func_and_forward_derivatives_pass_by():
