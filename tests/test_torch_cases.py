@@ -258,7 +258,7 @@ def test_complex(options):
 def test_complex_2d():
     """With a module: a complex layer takes the plain gradient, and that is said."""
     model = network(nn.Linear(3, 2, dtype=torch.complex128), nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="0.weight .complex parameters are not supported"):
+    with pytest.warns(UserWarning, match="0.weight, 0.bias .complex parameters are not supported"):
         opt = build("module", model, lr=0.1, momentum=0.0)
     model[1](model[0](torch.randn(4, 3, dtype=torch.complex128)).abs()).square().sum(1).mean().backward()
     want = model[0].weight.detach() - 0.1 * model[0].weight.grad
