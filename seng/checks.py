@@ -1,9 +1,7 @@
-"""Options that are refused, each with what was given, what was expected and what to do; and how warnings are given."""
+"""Options that are refused, each with what was given, what was expected and what to do."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,11 +51,3 @@ def check_number(name: str, value: object, *, positive: bool = False) -> None:
         raise ValueError(f"{name} is λ, a number above 0, not {value!r}")
     if not number >= 0:
         raise ValueError(f"{name} must be at least 0, not {value!r}")
-
-
-def warn(message: str) -> None:
-    """A warning that points to the user's own line, past ours and torch's."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("seng", "torch"):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(f"seng: {message}", stacklevel=level)

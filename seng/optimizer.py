@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd
 
-from seng.checks import check_group, check_number, check_options, warn
+from seng.checks import check_group, check_number, check_options
 from seng.curvature import Curvature, Units
 from seng.distributed import check_strategy
+from seng.notices import warn
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner, Ready
 from seng.state import nested
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from seng.block import Block, build
 from seng.capture import Capture, loss_scale
-from seng.checks import check_options, warn
+from seng.checks import check_options
 from seng.curvature import Curvature, Units
 from seng.diagnostics import Refresh, compare, describe
 from seng.distributed import check_whole
-from seng.layers import ON_REQUEST
+from seng.notices import Notices, listed, not_captured
 from seng.numerics import reduced
 from seng.operators import Implicit, Operator
 from seng.plan import Plan, budget, plan, site_dims
@@ -56,15 +56,9 @@ class Preconditioner:
         strict: bool,
     ) -> None:
         check_options(curvature, refresh_every, units)
-        self.module, self.curvature, self.refresh_every, self.units, self.strict = (
-            module,
-            curvature,
-            refresh_every,
-            units,
-            strict,
-        )
+        self.module, self.curvature, self.refresh_every, self.units = module, curvature, refresh_every, units
         self.budget = budget(curvature, module)
-        self.warned: set[str] = set()  # what has been said already
+        self.notices = Notices(strict)
         self.seed = torch.initial_seed() % 2**63  # read, not drawn: the global stream stays as it is
         self.steps = 0
         self.own_batch = False  # whether this step's curvature comes from a batch of its own
@@ -97,10 +91,8 @@ class Preconditioner:
         check_whole(params)
         sites, uncovered = survey(self.module, params)
         if not sites:
-            raise ValueError(f"no layer of {type(self.module).__name__} is covered, so SENG would be SGD: {_listed(uncovered)}")
-        unasked = {name: why for name, why in uncovered.items() if why != ON_REQUEST}
-        if unasked:
-            self._refuse("uncovered", f"these parameters take the plain gradient: {_listed(unasked)}")
+            raise ValueError(f"no layer of {type(self.module).__name__} is covered, so SENG would be SGD: {listed(uncovered)}")
+        self.notices.uncovered(uncovered)
         before = self.state()
         if self.sites:
             self.capture.remove()
@@ -205,18 +197,12 @@ class Preconditioner:
         for index, site in enumerate(self.sites):
             reason = self.samples.mismatch(index)
             if reason is not None:
-                self._refuse(site.name, f"layer '{site.name}' takes the plain gradient: {reason}")
+                self.notices.plain(site.name, reason)
                 self._take_plain(index)
             elif self.samples.captured(index):
                 found.append(index)
             elif not (self.own_batch or self.loaded) and self._in_use(index, grads):
-                raise RuntimeError(
-                    f"layer '{site.name}' has a gradient but was not captured on this refresh step. Its forward must run "
-                    "after the optimizer is built (and before torch.compile traces it), through the module itself. "
-                    "torch.compile may also have taken the graph of an equal model that it traced without the optimizer, which "
-                    "torch._dynamo.reset() forgets. If its weight is used in another way, leave it out with "
-                    "seng.layers.arrange(layer, None)"
-                )
+                raise not_captured(site.name)
         scale = 1.0 if self.own_batch else loss_scale()
         rho = min(self.samples.total, self.curvature.samples or self.samples.total)
         dims = [site_dims(self.sites[i], self.samples.kappa(i), rho) for i in found]
@@ -224,11 +210,10 @@ class Preconditioner:
         for index, chosen in zip(found, plan(dims, self.curvature, self.budget), strict=True):
             self.plans[index] = chosen
             if chosen.form == "plain":
-                name = self.sites[index].name
-                self._refuse(name, f"layer '{name}' takes the plain gradient: {chosen.why}")
+                self.notices.plain(self.sites[index].name, chosen.why)
                 self._take_plain(index)
                 continue
-            self._check_sketch(chosen)
+            self.notices.sketch(self.curvature.sketch, chosen.dims)
             with self.samples.timers[index]:
                 if self._build(index, chosen, grads, scale):
                     built.append(index)
@@ -249,20 +234,13 @@ class Preconditioner:
             self.refused.discard(index)
         elif U.samples:  # the last good curvature stays; without one the layer takes the plain gradient, and is owed a refresh
             self.failures[index] = self.failures.get(index, 0) + 1
-            self._say_once(
-                f"{site.name} dropped",
-                f"layer '{site.name}': a refresh was dropped, its captures are not finite (see diagnostics())",
-            )
+            self.notices.dropped(site.name)
         if previous is not None and previous.failures:
-            self._say_once(
-                f"{site.name} failed",
-                f"layer '{site.name}': {int(previous.failures)} solves failed and took the plain gradient (see diagnostics())",
-            )
+            self.notices.failed(site.name, int(previous.failures))
         return block is not None
 
     def _check_sum(self, index: int, chosen: Plan, U: Operator, g: Tensor) -> None:
         """Whether the samples add up to the gradient, up to scale; once per layer. If not, U tells only a part of the story."""
-        name = self.sites[index].name
         reduced_factors = chosen.form == "implicit" and chosen.dims.kappa > chosen.rank
         partial = reduced_factors or self.own_batch or self.curvature.samples is not None
         if index in self.checked or partial or not U.samples:
@@ -272,18 +250,7 @@ class Preconditioner:
         size = total.norm() * g.norm()
         cosine = float(total @ g / size) if size > 0 else 1.0
         if cosine < 0.9:
-            self._say_once(
-                f"{name} sum",
-                f"the captured samples of layer '{name}' do not add up to its gradient (cosine {cosine:.2f}): its weight is "
-                "used outside of it, a hook changes its output, the loss has a penalty on its weight, or the gradient was "
-                "changed after the backward; its curvature is that of the captured part",
-            )
-
-    def _check_sketch(self, chosen: Plan) -> None:
-        sketch, d = self.curvature.sketch, chosen.dims
-        if sketch is not None and d.own is None and sketch.exceeds(d.shape):
-            what = "it" if sketch.covers(d.shape) else "that side of it"
-            self._say_once("sketch", f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}: {what} is then taken exactly")
+            self.notices.partial(self.sites[index].name, cosine)
 
     def _keep(self, site: Site, U: Operator) -> Operator:
         """What waits until step(): the smaller of columns and factors, or reduced factors where they are asked for."""
@@ -299,16 +266,6 @@ class Preconditioner:
         """Ω's own stream: a function of the seed, the step and the site, so that step and seed are all there is to save."""
         generator = torch.Generator(self.sites[index].lead.device)
         return generator.manual_seed(hash((self.seed, self.steps, index)) % 2**63)
-
-    def _refuse(self, key: str, message: str) -> None:
-        if self.strict:
-            raise ValueError(f"strict=True: {message}")
-        self._say_once(key, message)
-
-    def _say_once(self, key: str, message: str) -> None:
-        if key not in self.warned:
-            self.warned.add(key)
-            warn(message)
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
         """Per layer, from its last refresh."""
@@ -390,12 +347,3 @@ def _one_damping(site: Site, damping: Dampings) -> float:
 
 def _dtype(p: Tensor) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
-
-
-def _listed(reasons: Mapping[str, str], most: int = 5) -> str:
-    """Each reason once, with the parameters that it holds for."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in reasons.items():
-        by_reason.setdefault(why, []).append(name)
-    lines = [f"{', '.join(names[:most])}{', …' if len(names) > most else ''} ({why})" for why, names in by_reason.items()]
-    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more reasons, see seng.explain" if len(lines) > most else "")

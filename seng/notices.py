@@ -1,0 +1,87 @@
+"""What users are told, each thing once: which parameters take the plain gradient and why, and what went wrong on the way."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+
+from seng.layers import ON_REQUEST
+from seng.plan import Dims
+from seng.sketch import Sketch
+
+
+class Notices:
+    """Warnings that are given once; with `strict`, what leaves a parameter to the plain gradient is an error."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.given: set[str] = set()
+
+    def uncovered(self, reasons: Mapping[str, str]) -> None:
+        """Parameters without a block, and why; those that were left out on request are not mentioned."""
+        unasked = {name: why for name, why in reasons.items() if why != ON_REQUEST}
+        if unasked:
+            self._refuse("uncovered", f"these parameters take the plain gradient: {listed(unasked)}")
+
+    def plain(self, layer: str, why: str) -> None:
+        self._refuse(layer, f"layer '{layer}' takes the plain gradient: {why}")
+
+    def dropped(self, layer: str) -> None:
+        message = f"layer '{layer}': a refresh was dropped, its captures are not finite (see diagnostics())"
+        self._once(f"{layer} dropped", message)
+
+    def failed(self, layer: str, solves: int) -> None:
+        message = f"layer '{layer}': {solves} solves failed and took the plain gradient (see diagnostics())"
+        self._once(f"{layer} failed", message)
+
+    def partial(self, layer: str, cosine: float) -> None:
+        """The samples do not add up to the gradient."""
+        self._once(
+            f"{layer} sum",
+            f"the captured samples of layer '{layer}' do not add up to its gradient (cosine {cosine:.2f}): its weight is "
+            "used outside of it, a hook changes its output, the loss has a penalty on its weight, or the gradient was "
+            "changed after the backward; its curvature is that of the captured part",
+        )
+
+    def sketch(self, sketch: Sketch | None, d: Dims) -> None:
+        if sketch is not None and d.own is None and sketch.exceeds(d.shape):
+            what = "it" if sketch.covers(d.shape) else "that side of it"
+            self._once("sketch", f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}: {what} is then taken exactly")
+
+    def _refuse(self, key: str, message: str) -> None:
+        if self.strict:
+            raise ValueError(f"strict=True: {message}")
+        self._once(key, message)
+
+    def _once(self, key: str, message: str) -> None:
+        if key not in self.given:
+            self.given.add(key)
+            warn(message)
+
+
+def not_captured(layer: str) -> RuntimeError:
+    """A gradient without a capture: the curvature would be another batch's, or nobody's."""
+    return RuntimeError(
+        f"layer '{layer}' has a gradient but was not captured on this refresh step. Its forward must run after the optimizer "
+        "is built (and before torch.compile traces it), through the module itself. torch.compile may also have taken the graph of "
+        "an equal model that it traced without the optimizer, which torch._dynamo.reset() forgets. If its weight is used in "
+        "another way, leave it out with seng.layers.arrange(layer, None)"
+    )
+
+
+def listed(reasons: Mapping[str, str], most: int = 5) -> str:
+    """Each reason once, with the parameters that it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        by_reason.setdefault(why, []).append(name)
+    lines = [f"{', '.join(names[:most])}{', …' if len(names) > most else ''} ({why})" for why, names in by_reason.items()]
+    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more reasons, see seng.explain" if len(lines) > most else "")
+
+
+def warn(message: str) -> None:
+    """A warning that points to the user's own line, past ours and torch's."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("seng", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"seng: {message}", stacklevel=level)
