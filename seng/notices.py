@@ -64,7 +64,7 @@ def not_captured(layer: str) -> RuntimeError:
     """A gradient without a capture: the curvature would be another batch's, or nobody's."""
     return RuntimeError(
         f"layer '{layer}' has a gradient but was not captured on this refresh step. Its forward must run after the optimizer "
-        "is built (and before torch.compile traces it), through the module itself. torch.compile may also have taken the graph of "
+        "is built (and before torch.compile traces it), through the module itself. torch.compile may have taken the graph of "
         "an equal model that it traced without the optimizer, which torch._dynamo.reset() forgets. If its weight is used in "
         "another way, leave it out with seng.layers.arrange(layer, None)"
     )
