@@ -6,6 +6,7 @@ import shutil
 import naive
 import pytest
 import torch
+from test_capture import InPlace
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -42,17 +43,6 @@ class Alike(nn.Module):
 
     def forward(self, x):
         return self.layer(x) + self.layer(x)
-
-
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        h = self.a(x)
-        h += x
-        return self.b(h.relu_()).mul_(2)
 
 
 class Checkpointed(InPlace):
