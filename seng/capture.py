@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import forward_ad
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.hooks import RemovableHandle
 
 Receive = Callable[[int, int, bool, Tensor, Tensor], None]  # (the backward, the layer, its mode in the forward, a, g)
@@ -34,8 +35,10 @@ class Capture:
         self.key = next(_NUMBERS)
         _CAPTURES[self.key] = self
         handles = [
-            layer.register_forward_hook(_Hook(weakref.ref(self), weakref.ref(layer), i), with_kwargs=True)
-            for i, layer in enumerate(layers)
+            layer.register_forward_hook(
+                _Hook(weakref.ref(self), weakref.ref(layer), self.key, i), with_kwargs=True, prepend=True
+            )
+            for i, layer in enumerate(layers)  # before the hooks of others, which may change the output
         ]
         self.remove = weakref.finalize(self, _remove, handles)
         self.remove.atexit = False
@@ -51,24 +54,28 @@ _CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictiona
 
 
 class _Hook:
-    def __init__(self, capture: weakref.ref[Capture], layer: weakref.ref[nn.Module], index: int) -> None:
+    def __init__(self, capture: weakref.ref[Capture], layer: weakref.ref[nn.Module], key: int, index: int) -> None:
         self.capture, self.layer, self.index = capture, layer, index
+        self.where = torch.tensor([key, index], device="cpu")  # a tensor, so that one compiled graph serves all equal layers
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+            return None
         capture = self.capture()
         if capture is None or not capture.armed or layer is not self.layer():
             return None
         trained = any(p.requires_grad for p in layer._parameters.values() if p is not None)
-        if not (trained and torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad):
+        if not (trained and isinstance(out, Tensor) and out.requires_grad):
             return None
         a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         if torch.compiler.is_compiling():
-            return _CompiledTap.apply(out, a.detach(), capture.key, self.index, layer.training, _call_number())  # type: ignore[no-untyped-call]
+            return _CompiledTap.apply(out, a.detach(), self.where, layer.training, _call_number())  # type: ignore[no-untyped-call]
         if _transformed():
             return None
         # Inside a backward this is a recomputation (reentrant checkpointing), which belongs to that backward.
         outer = torch._C._current_graph_task_id()
-        return _Tap.apply(out, a.detach(), capture.receive, self.index, layer.training, outer)  # type: ignore[no-untyped-call]
+        with _unsafe_preserve_version_counter(out):  # a layer may have saved its output, which stays as it is
+            return _Tap.apply(out, a.detach(), capture.receive, self.index, layer.training, outer)  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _inert, ()
@@ -113,16 +120,16 @@ def _call_number() -> int:
 
 class _CompiledTap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, a: Tensor, key: int, index: int, training: bool, call: int) -> Tensor:
-        ctx.save_for_backward(a, _outer(out))
-        ctx.key, ctx.index, ctx.training, ctx.call = key, index, training, call
+    def forward(ctx: Any, out: Tensor, a: Tensor, where: Tensor, training: bool, call: int) -> Tensor:
+        ctx.save_for_backward(a, _outer(out), where)
+        ctx.training, ctx.call = training, call
         return out.clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, outer = ctx.saved_tensors
+        a, outer, where = ctx.saved_tensors
         # The gradient goes on through the operator's result, so that no compiler drops the call.
-        return g + _receive(a, g, outer, ctx.key, ctx.index, ctx.training, ctx.call), None, None, None, None, None
+        return g + _receive(a, g, outer, where, ctx.training, ctx.call), None, None, None, None
 
 
 # Python does the work of these operators, which a CUDA graph would record once and not repeat.
@@ -141,8 +148,9 @@ def _(out: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("seng::receive", mutates_args=(), tags=_TAGS)
-def _receive(a: Tensor, g: Tensor, outer: Tensor, key: int, index: int, training: bool, call: int) -> Tensor:
+def _receive(a: Tensor, g: Tensor, outer: Tensor, where: Tensor, training: bool, call: int) -> Tensor:
     """Hand over copies, since the compiler reuses the memory of a and g; a zero comes back."""
+    key, index = where.tolist()
     capture = _CAPTURES.get(key)
     if capture is not None:
         task = torch._C._current_graph_task_id() if outer == -1 else int(outer)
@@ -153,7 +161,7 @@ def _receive(a: Tensor, g: Tensor, outer: Tensor, key: int, index: int, training
 
 
 @_receive.register_fake
-def _(a: Tensor, g: Tensor, outer: Tensor, key: int, index: int, training: bool, call: int) -> Tensor:
+def _(a: Tensor, g: Tensor, outer: Tensor, where: Tensor, training: bool, call: int) -> Tensor:
     return g.new_zeros(())
 
 

@@ -424,6 +424,47 @@ def test_attention_is_left_out_with_the_reason():
     assert {"linear1", "linear2", "norm1", "norm2"} == set(opt.diagnostics())
 
 
+def test_a_hook_of_ones_own_may_change_the_output():
+    model = nn.Linear(3, 2)
+    model.register_forward_hook(lambda layer, args, out: 2 * out)
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    u = naive.per_sample_gradients(model, x, target)
+    opt = optimizer(model)
+    model.register_forward_hook(lambda layer, args, out: out.tanh())
+    v = naive.per_sample_gradients(model, x, target)
+    assert not torch.allclose(u, v)
+    opt.preconditioner.drop()  # what the reference has captured
+    naive.loss_of(model(x), target).backward()
+    assert naive.relative_error(stepped(model, opt), reference([(v, v.mean(0))])) < 1e-9
+
+
+class Squashed(nn.Module):
+    """Its output is saved for its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (self.weight * x).sigmoid()
+
+
+def test_a_layer_that_has_saved_its_output(monkeypatch):
+    monkeypatch.setattr(seng.layers, "KINDS", dict(seng.layers.KINDS))
+
+    @seng.layers.columns(Squashed)
+    def _(layer, a, g):
+        y = (layer.weight * a).sigmoid()
+        return {"weight": g * y * (1 - y) * a}
+
+    model = Squashed()
+    x, target = torch.randn(5, 3), torch.randn(5, 3)
+    u = naive.per_sample_gradients(model, x, target)
+    opt = optimizer(model)
+    naive.loss_of(model(x), target).backward()
+    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
 def test_a_gradient_with_respect_to_the_input_alone_does_not_count():
     model = nn.Linear(3, 2)
     x, target = torch.randn(5, 3, requires_grad=True), torch.randn(5, 2)

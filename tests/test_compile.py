@@ -241,3 +241,48 @@ def test_a_changing_damping_and_learning_rate_do_not_recompile_the_step():
         results.append(train(model, opt, model, steps=20, step=scheduled, sizes=(20,)))
     assert naive.relative_error(*results) < 1e-11
     assert seen[4:] == [seen[4]] * 16
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def test_many_equal_blocks_compiled_one_by_one_share_their_graphs():
+    """More of them than the compiler would trace anew; evaluations in between are not traced twice for the refresh's sake."""
+    results = []
+    for compiled in (False, True):
+        model, opt = built(lambda: nn.Sequential(*(Residual() for _ in range(12)), nn.Linear(4, 3)), lr=0.01)
+        counter = CompileCounterWithBackend("aot_eager")
+        for block in model[:-1] if compiled else ():
+            block.compile(backend=counter, fullgraph=True)
+
+        def step(model=model, opt=opt):
+            opt.step()
+            with torch.no_grad():
+                model.eval()(torch.ones(5, 4))
+            model.train()
+
+        results.append(train(model, opt, model, step=step))
+    assert naive.relative_error(*results) < 1e-12
+    assert counter.frame_count == 5  # with the capture and without, for the first block and for the others; evaluation
+
+
+def test_two_models_with_an_optimizer_each():
+    wanted, pairs = [], []
+    for kind in (InPlace, InPlace):
+        model, opt = built(kind)
+        wanted.append(train(model, opt, model))
+        pairs.append(built(kind))
+    for (model, opt), want in zip(pairs, wanted, strict=True):
+        assert naive.relative_error(train(model, opt, torch.compile(model, backend="aot_eager", fullgraph=True)), want) < 1e-12
+
+
+def test_torch_export_sees_no_capture():
+    model, opt = built(InPlace)
+    program = torch.export.export(model, (torch.randn(5, 4),))
+    assert opt.preconditioner.capture.armed and "seng" not in str(program)
