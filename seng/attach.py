@@ -44,6 +44,10 @@ class Attachment:
         params = _params(self._optimizer)
         if len(params) != len(self.preconditioner.trained):  # add_param_group
             self.preconditioner.cover(params)
+        found_inf = getattr(self._optimizer, "found_inf", None)  # a fused optimizer is called for a step that it then skips
+        if found_inf is not None and found_inf.any():
+            self.preconditioner.drop()
+            return
         grads = {p: p.grad for p in params if p.grad is not None}
         check_number("damping", self.damping, positive=True)
         if not grads:
@@ -54,6 +58,12 @@ class Attachment:
             if d is not p.grad:
                 grads[p].copy_(d)
         self.preconditioner.advance()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a handle of seng.attach belongs to its optimizer and module and cannot be copied: attach again to the copies, and "
+            "load its state_dict"
+        )
 
     def remove(self) -> None:
         """Leave the optimizer and the module as they were."""

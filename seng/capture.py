@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +23,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-Receive = Callable[[int, int, bool, Tensor, Tensor], None]  # (the backward, the layer, its mode in the forward, a, g)
+Receive = Callable[[int, int, bool, bool, Tensor, Tensor], None]  # (the backward, the layer, its mode, of an own batch, a, g)
 
 
 class Capture:
@@ -31,7 +34,9 @@ class Capture:
 
     def __init__(self, layers: Sequence[nn.Module], receive: Receive) -> None:
         self.armed = False
+        self.own = False  # whether forwards now are of a batch that feeds only the curvature
         self.receive = receive
+        self.size = f"{len(layers)} layers"  # looked at while tracing, so that a graph from before there were more is not taken
         self.key = next(_NUMBERS)
         _CAPTURES[self.key] = self
         handles = [
@@ -59,31 +64,38 @@ class _Hook:
         self.where = torch.tensor([key, index], device="cpu")  # a tensor, so that one compiled graph serves all equal layers
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
-            return None
+        compiling = torch.compiler.is_compiling()
+        if compiling and (not torch.is_grad_enabled() or torch.compiler.is_exporting()):
+            return None  # before `armed` is looked at, which would be guarded: evaluation needs one graph, not two
         capture = self.capture()
         if capture is None or not capture.armed or layer is not self.layer():
+            return None
+        if not compiling:
+            _root()  # seen even where nothing is captured: a backward that starts inside this one belongs to it
+        if not torch.is_grad_enabled():
             return None
         trained = any(p.requires_grad for p in layer._parameters.values() if p is not None)
         if not (trained and isinstance(out, Tensor) and out.requires_grad):
             return None
-        a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if torch.compiler.is_compiling():
-            return _CompiledTap.apply(out, a.detach(), self.where, layer.training, _call_number())  # type: ignore[no-untyped-call]
+        a = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if a is None:
+            return None
+        mode = layer.training, capture.own
+        if compiling and capture.size:
+            return _CompiledTap.apply(out, a.detach(), self.where, *mode, _call_number())  # type: ignore[no-untyped-call]
         if _transformed():
             return None
-        # Inside a backward this is a recomputation (reentrant checkpointing), which belongs to that backward.
-        outer = torch._C._current_graph_task_id()
         with _unsafe_preserve_version_counter(out):  # a layer may have saved its output, which stays as it is
-            return _Tap.apply(out, a.detach(), capture.receive, self.index, layer.training, outer)  # type: ignore[no-untyped-call]
+            return _Tap.apply(out, a.detach(), capture.receive, self.index, *mode)  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _inert, ()
 
 
 def _transformed() -> bool:
-    """Inside torch.func or forward-mode differentiation, which is not a training backward."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    """Inside torch.func, forward-mode differentiation or torch.jit.trace, which are no training backwards."""
+    func = torch._C._functorch.peek_interpreter_stack() is not None
+    return func or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
 
 
 def _nothing(*_: Any) -> None:
@@ -95,20 +107,57 @@ def _inert() -> Callable[..., None]:
     return _nothing
 
 
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.tasks: list[int] = []  # backwards of this thread, the outermost first
+
+
+_RUNNING = _Running()
+_ROOTS: dict[int, int] = {}  # a backward that runs -> the outermost one around it
+
+
+def _root() -> int:
+    """The outermost backward that runs here, or -1: reentrant checkpointing nests them, and their samples belong together."""
+    task = torch._C._current_graph_task_id()
+    if task == -1:
+        return -1
+    if task not in _ROOTS:
+        tasks = _RUNNING.tasks
+        while tasks and (tasks[-1] not in _ROOTS or not _recomputing()):
+            _close(tasks.pop())
+        _ROOTS[task] = _ROOTS[tasks[-1]] if tasks else task
+        tasks.append(task)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_close, task))
+    return _ROOTS[task]
+
+
+def _close(task: int) -> None:
+    _ROOTS.pop(task, None)
+
+
+def _recomputing() -> bool:
+    """Whether a reentrant checkpoint is on the stack; without one, an older backward was left by an exception."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            return True
+    return False
+
+
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, a: Tensor, receive: Receive, index: int, training: bool, outer: int) -> Tensor:
+    def forward(ctx: Any, out: Tensor, a: Tensor, receive: Receive, index: int, training: bool, own: bool) -> Tensor:
         ctx.mark_dirty(out)
         ctx.save_for_backward(a)
-        ctx.receive, ctx.index, ctx.training, ctx.outer = receive, index, training, outer
+        ctx.receive, ctx.index, ctx.mode = receive, index, (training, own)
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (a,) = ctx.saved_tensors
-        task = torch._C._current_graph_task_id() if ctx.outer == -1 else ctx.outer
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-            ctx.receive(task, ctx.index, ctx.training, a, g)
+            ctx.receive(_root(), ctx.index, *ctx.mode, a, g)
         return g, None, None, None, None, None
 
 
@@ -120,16 +169,16 @@ def _call_number() -> int:
 
 class _CompiledTap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, a: Tensor, where: Tensor, training: bool, call: int) -> Tensor:
+    def forward(ctx: Any, out: Tensor, a: Tensor, where: Tensor, training: bool, own: bool, call: int) -> Tensor:
         ctx.save_for_backward(a, _outer(out), where)
-        ctx.training, ctx.call = training, call
+        ctx.mode, ctx.call = (training, own), call
         return out.clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         a, outer, where = ctx.saved_tensors
         # The gradient goes on through the operator's result, so that no compiler drops the call.
-        return g + _receive(a, g, outer, where, ctx.training, ctx.call), None, None, None, None
+        return g + _receive(a, g, outer, where, *ctx.mode, ctx.call), None, None, None, None, None
 
 
 # Python does the work of these operators, which a CUDA graph would record once and not repeat.
@@ -139,7 +188,7 @@ _TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if 
 @torch.library.custom_op("seng::outer", mutates_args=(), tags=_TAGS)
 def _outer(out: Tensor) -> Tensor:
     """The backward that this forward runs in, or -1, when the graph runs and not when it is traced."""
-    return torch.tensor(torch._C._current_graph_task_id())
+    return torch.tensor(_root())
 
 
 @_outer.register_fake
@@ -148,20 +197,20 @@ def _(out: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("seng::receive", mutates_args=(), tags=_TAGS)
-def _receive(a: Tensor, g: Tensor, outer: Tensor, where: Tensor, training: bool, call: int) -> Tensor:
+def _receive(a: Tensor, g: Tensor, outer: Tensor, where: Tensor, training: bool, own: bool, call: int) -> Tensor:
     """Hand over copies, since the compiler reuses the memory of a and g; a zero comes back."""
     key, index = where.tolist()
     capture = _CAPTURES.get(key)
     if capture is not None:
-        task = torch._C._current_graph_task_id() if outer == -1 else int(outer)
+        task = _root() if outer == -1 else int(outer)
         visible = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # inside it is not
         with visible, torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-            capture.receive(task, index, training, a.clone(), g.clone())
+            capture.receive(task, index, training, own, a.clone(), g.clone())
     return g.new_zeros(())
 
 
 @_receive.register_fake
-def _(a: Tensor, g: Tensor, outer: Tensor, where: Tensor, training: bool, call: int) -> Tensor:
+def _(a: Tensor, g: Tensor, outer: Tensor, where: Tensor, training: bool, own: bool, call: int) -> Tensor:
     return g.new_zeros(())
 
 

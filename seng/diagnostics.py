@@ -68,9 +68,17 @@ def compare(g: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(zero, 1, (g @ d) / (size * length).clamp_min(tiny)), torch.where(zero, 1, length / size.clamp_min(tiny))
 
 
-def describe(block: Block, last: Refresh | None) -> dict[str, Any]:
-    """One layer's numbers; None where they are not known, as after a checkpoint was loaded and before the next refresh."""
-    values = torch.linalg.eigvalsh(block.gram).clamp_min(0)
+KEYS = (
+    *("form", "columns", "bytes", "refreshed_at", "refresh_seconds", "top_eigenvalue", "effective_rank", "damping"),
+    *("cosine", "norm_ratio", "sketch_error", "solves_failed"),
+)
+
+
+def describe(block: Block | None, last: Refresh | None) -> dict[str, Any]:
+    """One layer's numbers; None where they are not known: without curvature, or after a checkpoint until the next refresh."""
+    if block is None:
+        return dict.fromkeys(KEYS) | {"form": "plain"}
+    values, _ = eigh(block.gram)
     return {
         "form": type(block.U).__name__.lower(),
         "columns": block.U.samples,

@@ -65,8 +65,8 @@ def not_captured(layer: str) -> RuntimeError:
     return RuntimeError(
         f"layer '{layer}' has a gradient but was not captured on this refresh step. Its forward must run after the optimizer "
         "is built (and before torch.compile traces it), through the module itself. torch.compile may have taken the graph of "
-        "an equal model that it traced without the optimizer, which torch._dynamo.reset() forgets. If its weight is used in "
-        "another way, leave it out with seng.layers.arrange(layer, None)"
+        "an equal layer without hooks: torch._dynamo.config.skip_nnmodule_hook_guards = False makes it look. If its weight is "
+        "used in another way, leave it out with seng.layers.arrange(layer, None)"
     )
 
 

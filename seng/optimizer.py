@@ -123,9 +123,10 @@ class SENG(Optimizer):
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         if any(g.is_sparse for g in grads.values()):
             raise RuntimeError("SENG does not support sparse gradients; use sparse=False in the embedding")
+        damping: dict[nn.Parameter, float] = {}
         for group in self.param_groups:
             check_number("damping", group["damping"], positive=True)
-        damping = {p: float(group["damping"]) for group in self.param_groups for p in group["params"]}
+            damping |= dict.fromkeys(group["params"], float(group["damping"]))
         if self.preconditioner is None:
             return grads, damping, []
         for p in self.preconditioner.trained:  # state_dict fills it in; torch.distributed.checkpoint looks here for the name
@@ -252,4 +253,5 @@ def _with_curvature(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     index = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state = state_dict["state"] = dict(state_dict["state"])
     for p, entry in engine.state().items():
-        state[index[p]] = {**state.get(index[p], {}), "seng": entry}
+        if p in index:  # not so where a group was taken out by hand
+            state[index[p]] = {**state.get(index[p], {}), "seng": entry}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class Preconditioner:
         self.blocks: dict[int, Block] = {}
         self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
         self.owed: set[int] = set()  # in use, and no curvature yet
-        self.refused: set[int] = set()  # these take the plain gradient by decision
+        self.refused: dict[int, str] = {}  # these take the plain gradient by decision, and why
         self.plans: dict[int, Plan] = {}
         self.failures: dict[int, int] = {}  # refreshes that had to be dropped
         self.refreshes: dict[int, Refresh] = {}  # the last one of each
@@ -93,15 +94,31 @@ class Preconditioner:
         if not sites:
             raise ValueError(f"no layer of {type(self.module).__name__} is covered, so SENG would be SGD: {listed(uncovered)}")
         self.notices.uncovered(uncovered)
-        before = self.state()
+        before, records = self.state(), self._records()
         if self.sites:
             self.capture.remove()
         self.trained, self.sites, self.uncovered = params, sites, uncovered
-        self.samples = Samples(sites, self.curvature.samples, self._keep)
+        self.samples = Samples(sites, self.curvature.samples, WeakMethod(self._keep))  # weak, so that no cycle holds the engine
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
         if before:
             self.load_state(before)
+            self._restore(records)
         self._rearm()
+
+    def _records(self) -> dict[nn.Parameter, tuple[Plan | None, Refresh | None, int, Block]]:
+        """What diagnostics tell of the sites, by lead parameter."""
+        return {
+            self.sites[i].lead: (self.plans.get(i), self.refreshes.get(i), self.failures.get(i, 0), block)
+            for i, block in self.blocks.items()
+        }
+
+    def _restore(self, records: Mapping[nn.Parameter, tuple[Plan | None, Refresh | None, int, Block]]) -> None:
+        for index, block in self.blocks.items():
+            plan, refresh, failures, old = records[self.sites[index].lead]
+            if plan is not None and refresh is not None:
+                self.plans[index], self.refreshes[index], self.failures[index] = plan, refresh, failures
+                self.last_refresh = max(refresh.step, self.last_refresh or 0)
+            block.sketch_error, block.core, block.failures = old.sketch_error, old.core, old.failures
 
     @property
     def refresh_due(self) -> bool:
@@ -110,7 +127,7 @@ class Preconditioner:
 
     def _rearm(self) -> None:
         self.samples.clear()
-        self.own_batch = False
+        self.own_batch = self.samples.own = self.capture.own = False
         self.capture.armed = self.refresh_due
 
     def drop(self) -> None:
@@ -126,13 +143,15 @@ class Preconditioner:
         for p in params:
             p.grad = None
         self.samples.clear()
-        self.own_batch = self.capture.armed = True
+        self.own_batch = self.samples.own = self.capture.own = self.capture.armed = True
         try:
             yield
         except BaseException:
             self._rearm()
+            self.loaded = True  # what an earlier backward had captured is gone
             raise
         finally:
+            self.capture.own = False
             self.capture.armed = self.capture.armed and not self.own_batch
             for p, grad in zip(params, kept, strict=True):
                 p.grad = grad
@@ -179,9 +198,10 @@ class Preconditioner:
     def _in_use(self, index: int, grads: Gradients) -> bool:
         return any(s.param in grads and bool(grads[s.param].any()) for s in self.sites[index].active())
 
-    def _take_plain(self, index: int) -> None:
+    def _take_plain(self, index: int, why: str) -> None:
+        self.notices.plain(self.sites[index].name, why)
         self.blocks.pop(index, None)
-        self.refused.add(index)
+        self.refused[index] = why
         self.owed.discard(index)
 
     def _bare(self, index: int, grads: Gradients) -> bool:
@@ -197,8 +217,7 @@ class Preconditioner:
         for index, site in enumerate(self.sites):
             reason = self.samples.mismatch(index)
             if reason is not None:
-                self.notices.plain(site.name, reason)
-                self._take_plain(index)
+                self._take_plain(index, reason)
             elif self.samples.captured(index):
                 found.append(index)
             elif not (self.own_batch or self.loaded) and self._in_use(index, grads):
@@ -210,8 +229,7 @@ class Preconditioner:
         for index, chosen in zip(found, plan(dims, self.curvature, self.budget), strict=True):
             self.plans[index] = chosen
             if chosen.form == "plain":
-                self.notices.plain(self.sites[index].name, chosen.why)
-                self._take_plain(index)
+                self._take_plain(index, chosen.why)
                 continue
             self.notices.sketch(self.curvature.sketch, chosen.dims)
             with self.samples.timers[index]:
@@ -224,14 +242,16 @@ class Preconditioner:
         U = self.samples.take(index, _dtype(site.lead)).scaled(1 / scale)
         self._check_sum(index, chosen, U, site.gather(active, grads, _dtype(site.lead)))
         previous = self.blocks.get(index)
-        same = previous if self.covered.get(index) == active else None  # only the same parameters can be accumulated
+        # Only curvature of the same parameters in the same precision can be accumulated.
+        alike = previous is not None and self.covered[index] == active and previous.gram.dtype == _dtype(site.lead)
+        same = previous if alike else None
         block = build(U, chosen, self.curvature, self._generator(index), same)
         if block is not None:
             if previous is not None:
                 block.failures += previous.failures
             self.blocks[index], self.covered[index] = block, active
             self.owed.discard(index)
-            self.refused.discard(index)
+            self.refused.pop(index, None)
         elif U.samples:  # the last good curvature stays; without one the layer takes the plain gradient, and is owed a refresh
             self.failures[index] = self.failures.get(index, 0) + 1
             self.notices.dropped(site.name)
@@ -271,12 +291,11 @@ class Preconditioner:
         """Per layer, from its last refresh."""
         out: dict[str, dict[str, Any]] = {}
         for index, site in enumerate(self.sites):
-            block = self.blocks.get(index)
-            entry: dict[str, Any] = {"form": "plain"} if block is None else describe(block, self.refreshes.get(index))
-            entry["refreshes_dropped"] = self.failures.get(index, 0)
-            if index in self.plans:
-                entry["why"] = self.plans[index].why
-            out[site.name] = entry
+            chosen = self.plans.get(index)
+            out[site.name] = describe(self.blocks.get(index), self.refreshes.get(index)) | {
+                "refreshes_dropped": self.failures.get(index, 0),
+                "why": self.refused.get(index) or (None if chosen is None else chosen.why),
+            }
         return out
 
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
@@ -310,14 +329,16 @@ class Preconditioner:
         ):
             record.clear()
         missed = False
+        self.last_refresh = None
         for index, site in enumerate(self.sites):
             entry = state.get(site.lead, {})
             if "step" in entry:
-                self.steps, self.seed = int(entry["step"]), int(entry["seed"])
+                self.steps, self.seed = int(entry["step"]), int(entry.get("seed", self.seed))
                 missed = bool(entry.get("missed", False))
-            for name, sites in (("owed", self.owed), ("refused", self.refused)):
-                if entry.get(name, False):
-                    sites.add(index)
+            if entry.get("owed", False):
+                self.owed.add(index)
+            if entry.get("refused", False):
+                self.refused[index] = "as before the checkpoint"
             on = entry["active"].tolist() if "block" in entry else []
             active = tuple(s for s, used in zip(site.segments, on, strict=False) if used)
             if not active:

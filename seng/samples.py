@@ -39,8 +39,11 @@ class Backward:
 class Samples:
     """Receives captures and hands out one U per site."""
 
-    def __init__(self, sites: list[Site], limit: int | None, keep: Callable[[Site, Operator], Operator]) -> None:
+    def __init__(
+        self, sites: list[Site], limit: int | None, keep: Callable[[], Callable[[Site, Operator], Operator] | None]
+    ) -> None:
         self.sites, self.limit, self.keep = sites, limit, keep
+        self.own = False  # whether the samples are those of a batch that feeds only the curvature
         self.layers: list[tuple[int, Member]] = [(i, m) for i, site in enumerate(sites) for m in site.members]
         self.active: dict[int, tuple[Segment, ...]] = {}
         self.backwards: dict[int, Backward] = {}
@@ -54,8 +57,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self.backwards)
 
-    def receive(self, task: int, layer: int, training: bool, a: Tensor, g: Tensor) -> None:
+    def receive(self, task: int, layer: int, training: bool, own: bool, a: Tensor, g: Tensor) -> None:
         """Called inside the backward: turn (a, g) into what the block needs; nothing raw is kept."""
+        if own != self.own:  # a forward from before or after the batch that feeds the curvature alone
+            return
         index, member = self.layers[layer]
         site = self.sites[index]
         active = self.active.get(index) or site.active()
@@ -78,18 +83,26 @@ class Samples:
                 else:
                     U = site.operator(active, member, a[:wanted], g[:wanted])
             backward.kappa[index] += _positions(U)
-            U = self.keep(site, U)
+            keep = self.keep()
+            U = U if keep is None else keep(site, U)
             waiting = backward.pieces.get(index)
             backward.pieces[index] = U if waiting is None else added(waiting, U)
 
     def _of(self, task: int) -> Backward:
         """The captures of a backward; stale ones are dropped, as after a step that was skipped."""
         if task not in self.backwards:
-            captured = {s.param for i in self.active for s in self.active[i]}
-            if captured and all(p.grad is None or not p.grad.any() for p in captured):  # nothing is being accumulated
+            if self._stale():
                 self.clear()
             self.backwards[task] = Backward()
         return self.backwards[task]
+
+    def _stale(self) -> bool:
+        """Whether the gradients that belong to the captures are gone: not there, or zero where the captures are not."""
+        grads = [s.param.grad for i in self.active for s in self.active[i]]
+        if any(g is not None and g.any() for g in grads):
+            return False
+        pieces = [U for backward in self.backwards.values() for U in backward.pieces.values()]
+        return all(g is None for g in grads) or any(_gradients(U).any() for U in pieces)
 
     @property
     def total(self) -> int:
@@ -131,6 +144,11 @@ def _accumulates(p: nn.Parameter) -> bool:
         return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
     except RuntimeError:  # torch.autograd.grad was asked for gradients of parameters, and does not say which
         return True
+
+
+def _gradients(U: Operator) -> Tensor:
+    """The part of a captured U that is zero where the gradients of the outputs were."""
+    return U.U if isinstance(U, Explicit) else U.G  # type: ignore[attr-defined]
 
 
 def _positions(U: Operator) -> int:

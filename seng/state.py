@@ -88,6 +88,7 @@ def expect_curvature(state: dict[str, Any], checkpoint: str | os.PathLike[str]) 
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = FileSystemReader(checkpoint).read_metadata()
+    _forget(state)
     for key, path in (metadata.planner_data or {}).items():
         entry = metadata.state_dict_metadata[key]
         if not isinstance(entry, TensorStorageMetadata) or not _ours(path):
@@ -101,3 +102,12 @@ def expect_curvature(state: dict[str, Any], checkpoint: str | os.PathLike[str]) 
 def _ours(path: tuple[Any, ...]) -> bool:
     """Whether a path into a checkpoint leads to curvature, nested or flattened."""
     return any(part == "seng" or (isinstance(part, str) and part.startswith("state.") and ".seng." in part) for part in path)
+
+
+def _forget(state: dict[Any, Any]) -> None:
+    """Take out the curvature of an optimizer that has stepped, whose shapes may be others."""
+    for key, value in list(state.items()):
+        if _ours((key,)):
+            del state[key]
+        elif isinstance(value, dict):
+            _forget(value)

@@ -1,6 +1,8 @@
 """attach: SENG's directions for any torch optimizer."""
 
+import copy
 import io
+import pickle
 
 import naive
 import pytest
@@ -140,6 +142,26 @@ def test_a_group_that_is_added_later_is_covered():
     opt.add_param_group({"params": list(model[3].parameters())})
     train(model, opt, 3)
     assert handle.diagnostics()["3"]["form"] == "merged" and len(model[0]._forward_hooks) == 1
+
+
+def test_a_handle_is_not_copied():
+    model = nn.Linear(3, 2)
+    handle = seng.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="attach again to the copies"):
+            copied(handle)
+
+
+def test_a_step_that_a_fused_optimizer_skips_does_not_count():
+    model = nn.Linear(3, 2).float()
+    adam = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    handle, scaler = seng.attach(adam, model), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for bad in (torch.inf, 1.0):
+        adam.zero_grad()
+        scaler.scale(bad * model(torch.ones(4, 3).float()).square().mean()).backward()
+        scaler.step(adam)
+        scaler.update()
+    assert handle.preconditioner.steps == 1 and len(handle.preconditioner.blocks) == 1
 
 
 def test_bad_input():

@@ -500,6 +500,84 @@ def test_activation_checkpointing(reentrant):
     assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
 
 
+@pytest.mark.parametrize("between", [True, False])
+def test_reentrant_checkpoints_inside_each_other(between):
+    """Three backwards that are one; also where no layer lies between the two checkpoints."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    blocks = blocks_of(model, (model[0], model[2], model[4]), x, target)
+    opt = optimizer(model)
+
+    def outer(h):
+        h = checkpoint(model[1:4], h, use_reentrant=True)
+        return model[4](h) if between else h
+
+    out = checkpoint(outer, model[0](x), use_reentrant=True)
+    naive.loss_of(out if between else model[4](out), target).backward()
+    assert opt.preconditioner.samples.total == 5
+    assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
+
+
+def test_micro_batches_after_a_backward_that_failed():
+    model = nn.Linear(3, 2)
+    x, target = torch.randn(6, 3), torch.randn(6, 2)
+    u = naive.per_sample_gradients(model, x, target)
+    opt = optimizer(model)
+    bad = model.weight.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        naive.loss_of(model(x), target).backward()
+    bad.remove()
+    opt.zero_grad()
+    for part in (slice(0, 2), slice(2, 6)):
+        (naive.loss_of(model(x[part]), target[part]) * len(x[part]) / 6).backward()
+    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
+def test_an_own_batch_between_forward_and_backward():
+    model = nn.Linear(3, 2)
+    x, target, other = torch.randn(5, 3), torch.randn(5, 2), torch.randn(8, 3)
+    its_target = torch.randn(8, 2)
+    g = naive.per_sample_gradients(model, x, target).mean(0)
+    u = naive.per_sample_gradients(model, other, its_target)
+    opt = optimizer(model)
+    loss = naive.loss_of(model(x), target)
+    with opt.curvature_batch():
+        naive.loss_of(model(other), its_target).backward()
+    loss.backward()
+    assert naive.relative_error(stepped(model, opt), reference([(u, g)])) < 1e-9
+
+
+def test_a_first_micro_batch_without_any_gradient_counts():
+    model = nn.Linear(3, 2)
+    x, target = torch.randn(8, 3), torch.randn(8, 2)
+    weight = torch.tensor([0.0] * 4 + [1.0] * 4)
+
+    def loss(part):
+        return ((model(x[part]) - target[part]).square().sum(1) * weight[part]).sum() / 8
+
+    u = torch.stack([8 * naive.flat(torch.autograd.grad(loss(slice(i, i + 1)), model.parameters())) for i in range(8)])
+    opt = optimizer(model)
+    for part in (slice(0, 4), slice(4, 8)):
+        loss(part).backward()
+    assert opt.preconditioner.samples.total == 8
+    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+
+
+def test_the_engine_goes_at_once_with_the_optimizer():
+    model = nn.Linear(3, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        opt = optimizer(model)
+        model(torch.randn(4, 3)).sum().backward()
+        opt.step()
+        gone = weakref.ref(opt.preconditioner)
+        del opt
+        assert gone() is None and not model._forward_hooks
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("how", ["plain", "reentrant", "non-reentrant"])
 def test_checkpointing_still_releases_what_lies_inside(how):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))

@@ -97,6 +97,32 @@ def test_a_gradient_of_zeros_has_nothing_to_compare():
     assert entry["cosine"] == entry["norm_ratio"] == 1 and entry["effective_rank"] == 0
 
 
+def test_a_layer_with_the_plain_gradient_has_the_same_keys_and_a_reason():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(x + self.table(torch.arange(5)).sum(0))
+
+    model = Table()
+    opt = seng.SENG(model, lr=0.05)
+    with pytest.warns(UserWarning, match="'table' takes the plain gradient"):
+        train(model, opt, 1)
+    entry = opt.diagnostics()["table"]
+    assert set(entry) == KEYS and entry["form"] == "plain" and "dimension 0 of its input is 5" in entry["why"]
+
+
+def test_numbers_survive_a_group_that_is_added():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    opt = seng.SENG(model[0].parameters(), lr=0.05, module=model, refresh_every=3)
+    train(model, opt, 2)
+    before = opt.diagnostics()["0"]
+    opt.add_param_group({"params": list(model[1].parameters())})
+    assert opt.diagnostics()["0"] == before and opt.last_refresh == 0
+
+
 class Written:
     def __init__(self):
         self.scalars = {}

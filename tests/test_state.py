@@ -156,6 +156,36 @@ def test_a_checkpoint_loads_in_another_precision(dtype):
     )
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+def test_rolling_back_to_a_folder_from_other_shapes(flat, tmp_path):
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, opt = built({})
+    train(model, opt, 0, 1)
+    dcp.save({"optim": get_optimizer_state_dict(model, opt, options=how)}, checkpoint_id=tmp_path)
+    kept = opt.preconditioner.blocks[1].gram.clone()
+    train(model, opt, 1, 8)
+    assert opt.preconditioner.blocks[1].gram.shape != kept.shape
+    state = {"optim": get_optimizer_state_dict(model, opt, options=how)}
+    seng.expect_curvature(state, tmp_path)
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(model, opt, state["optim"], options=how)
+    assert torch.equal(opt.preconditioner.blocks[1].gram, kept) and opt.preconditioner.steps == 1
+
+
+def test_a_model_that_changes_its_precision_goes_on():
+    model, opt = built({})
+    train(model, opt, 0, 5)
+    model.float()
+    for p in model.parameters():
+        p.grad = None
+    for _ in range(5):
+        opt.zero_grad()
+        model(torch.randint(6, (8, 3))).square().mean().backward()
+        opt.step()
+    assert opt.preconditioner.blocks[0].gram.dtype == torch.float32 and values(model).isfinite().all()
+
+
 OLDER = sorted((Path(__file__).parent / "data").glob("checkpoint_*.pt"))
 
 

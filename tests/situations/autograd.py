@@ -73,7 +73,7 @@ def _():
     exact(InPlace(), torch.randn(6, 4), torch.randn(6, 3))
 
 
-@situation("Autograd", "gradients from torch.autograd.grad, assigned by hand")
+@situation("Autograd", "gradients of one batch from torch.autograd.grad, assigned by hand")
 def _():
     model, (x, target) = mlp(), batch()
 
