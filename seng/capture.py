@@ -65,8 +65,10 @@ class _Hook:
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         compiling = torch.compiler.is_compiling()
-        if compiling and (not torch.is_grad_enabled() or torch.compiler.is_exporting()):
+        if compiling and not torch.is_grad_enabled():
             return None  # before `armed` is looked at, which would be guarded: evaluation needs one graph, not two
+        if compiling and not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
+            return None
         capture = self.capture()
         if capture is None or not capture.armed or layer is not self.layer():
             return None
