@@ -80,7 +80,7 @@ def built(kind, **options):
     return model, seng.SENG(model, **{"lr": 0.05, "refresh_every": 3, "strict": True, **options})
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", inductor])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_decomp_partition", inductor])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_compiled_model_is_captured_in_one_graph(kind, backend):
     model, opt = built(kind)

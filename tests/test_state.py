@@ -8,6 +8,7 @@ import naive
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from test_capture import Positions
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -184,6 +185,42 @@ def test_a_model_that_changes_its_precision_goes_on():
         model(torch.randint(6, (8, 3))).square().mean().backward()
         opt.step()
     assert opt.preconditioner.blocks[0].gram.dtype == torch.float32 and values(model).isfinite().all()
+
+
+def resumed(opt, model):
+    other = seng.SENG(model, lr=0.05, refresh_every=4)
+    other.load_state_dict(opt.state_dict())
+    return other
+
+
+def test_decisions_survive_a_checkpoint():
+    """What was refused stays so, and a refresh that is owed or was missed is still due."""
+    model = Positions()
+    opt = seng.SENG(model, lr=0.05, refresh_every=4)
+    with pytest.warns(UserWarning, match="'places'"):
+        for _ in range(2):
+            opt.zero_grad()
+            model(torch.randint(7, (8, 5))).square().mean().backward()
+            opt.step()
+    other = resumed(opt, model)
+    assert set(opt.preconditioner.refused) == set(other.preconditioner.refused) == {1} and not other.refresh_due
+
+    heads = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    opt = seng.SENG(heads, lr=0.05, refresh_every=4)
+    for name in "ab":
+        opt.zero_grad()
+        heads[name](torch.randn(5, 3)).square().mean().backward()
+        opt.step()
+    assert opt.preconditioner.owed == resumed(opt, heads).preconditioner.owed == {1}
+
+    layer = nn.Linear(3, 2)
+    opt = seng.SENG(layer, lr=0.05, refresh_every=1)
+    layer(torch.randn(5, 3)).square().mean().backward()
+    opt.step()
+    for p in layer.parameters():
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    assert opt.preconditioner.missed and resumed(opt, layer).refresh_due
 
 
 OLDER = sorted((Path(__file__).parent / "data").glob("checkpoint_*.pt"))
