@@ -33,7 +33,7 @@ def _():
     exact(model, x, target, backward=backward, tolerance=1e-10)
 
 
-@situation("Autograd", "gradient clipping by norm or by value: the curvature is that of the whole gradient")
+@situation("Autograd", "gradient clipping: the curvature is that of the whole gradient")
 def _():
     model, (x, target) = mlp(), batch()
     u = naive.per_sample_gradients(model, x, target, list(model[0].parameters()))
@@ -85,7 +85,7 @@ def _():
     exact(model, x, target, backward=backward)
 
 
-@situation("Autograd", "a gradient penalty (double backward): the curvature is that of the loss alone")
+@situation("Autograd", "a gradient penalty (double backward): the curvature misses what it adds to the gradient")
 def _():
     model, (x, target) = mlp(), batch()
     opt = sengs(model)

@@ -79,7 +79,7 @@ for kind in (nn.LSTM, nn.GRU):
         plain_gradient(model, model.rnn.weight_hh_l0, torch.randn(5, 6, 3))
 
 
-@situation("Models", "weight_norm, spectral_norm and other parametrizations")
+@situation("Models", "weight_norm (a parametrization)")
 def _():
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))
     plain_gradient(model, model[0].parametrizations.weight.original1, torch.randn(5, 3))
@@ -113,7 +113,7 @@ def _():
     assert naive.relative_error(stepped(layer, opt), reference([(u, u.mean(0))])) < 1e-9
 
 
-@situation("Models", "time first or flattened sequences, with seng.layers.arrange")
+@situation("Models", "time first, with seng.layers.arrange")
 def _():
     model, x, target = nn.Linear(3, 2), torch.randn(6, 5, 3), torch.randn(6, 5, 2)
     seng.layers.arrange(model, lambda t: t.transpose(0, 1))
@@ -130,7 +130,7 @@ def _():
     plain_gradient(model, model.places.weight, torch.randint(7, (8, 5)))
 
 
-@situation("Models", "the same with strict=True")
+@situation("Models", "a table of positions with strict=True")
 def _():
     model = Positions()
     opt = optimizer(model, strict=True)

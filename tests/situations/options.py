@@ -19,7 +19,7 @@ def _():
     assert naive.relative_error(*got) < 1e-6
 
 
-@situation("Optimizer", "param groups with their own lr, weight decay, momentum and damping")
+@situation("Optimizer", "param groups with their own lr and damping")
 def _():
     model = mlp()
     groups = [{"params": model[0].parameters(), "damping": 0.1, "lr": 0.01}, {"params": model[2:].parameters()}]
@@ -58,7 +58,7 @@ for flag in ("foreach", "fused", "differentiable", "capturable"):
         seng.SENG(mlp(), **{flag: True})
 
 
-@situation("Optimizer", "seng.attach in front of AdamW, L-BFGS or any other optimizer")
+@situation("Optimizer", "seng.attach in front of AdamW")
 def _():
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -73,7 +73,7 @@ def _():
     seng.attach(seng.SENG(model), model)
 
 
-@situation("Optimizer", "two optimizers, one model (a game)")
+@situation("Optimizer", "two optimizers for two parts of one model")
 def _():
     model = mlp()
     first = seng.SENG(model[0].parameters(), lr=0.05, module=model)

@@ -36,7 +36,7 @@ def _():
     in_a_group(2, lambda: sengs(mlp()))
 
 
-@situation("Processes", "FSDP2 (fully_shard) and tensor parallelism")
+@situation("Processes", "FSDP2 (fully_shard)")
 def _():
     def run():
         from torch.distributed.fsdp import fully_shard
