@@ -77,7 +77,11 @@ def train(model, opt, run, steps=7, step=None, sizes=(5, 5)):
 def built(kind, **options):
     torch.manual_seed(0)
     model = kind()
-    return model, seng.SENG(model, **{"lr": 0.05, "refresh_every": 3, "strict": True, **options})
+    absolute = {
+        "damping": 0.01,
+        "curvature": seng.Curvature(relative_damping=False),
+    }  # a relative λ would not see a wrong scale
+    return model, seng.SENG(model, **{"lr": 0.05, "refresh_every": 3, "strict": True, **absolute, **options})
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_decomp_partition", inductor])

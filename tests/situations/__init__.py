@@ -90,7 +90,8 @@ def loop(model, opt, start=0, stop=9, run=None, step=None, scaler=None):
 
 
 def sengs(model, **options):
-    return seng.SENG(model, **{"lr": 0.05, "refresh_every": 3, **options})
+    absolute = {"damping": 0.3, "curvature": seng.Curvature(relative_damping=False)}  # a relative λ would not see a wrong scale
+    return seng.SENG(model, **{"lr": 0.05, "refresh_every": 3, **absolute, **options})
 
 
 def as_plain(got, tolerance=1e-10, **options):
