@@ -14,7 +14,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 FRAMEWORKS = {"lightning_module": 0.4, "accelerate_loop": 0.45, "hf_trainer": 2.6}
 LOSSES = {
     "quickstart": 0.2,
-    "hf_layers": 2.9,
+    "hf_layers": 3.0,
     "diagnostics": 0.6,
     "attach_adamw": 1.0,
     "own_layer": 0.5,
