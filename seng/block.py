@@ -1,4 +1,4 @@
-"""One layer's curvature: `build` (expensive, on refresh) and `solve` (cheap, every step).
+"""One layer's curvature, between refreshes: M = UUᵀ, ready to be solved with at every step.
 
     d = (g − Ub)/λ,   (λI + ΞᵀΞ) b = Ξᵀξ,   Ξ = ΩU, ξ = Ωg                    (eqs. 8, 9, 12, 13 and 24)
 
@@ -8,16 +8,17 @@ scaled for every λ, and its smallest eigenvalue is 1.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from seng.curvature import Curvature
-from seng.numerics import averaged, cholesky, eigh, finite, leading, reduced, wide
-from seng.operators import Implicit, Independent, Merged, Operator
-from seng.plan import Plan
-from seng.sketch import Identity, Omega
+from seng.numerics import inverse, widest
+from seng.operators import Independent, Operator
+from seng.sketch import Omega
+from seng.staging import send
 
 
 @dataclass
@@ -36,12 +37,6 @@ class Block:
     def __post_init__(self) -> None:
         self.Xi = self.omega.of(self.U)
         self.failures = torch.zeros((), dtype=torch.int64, device=self.gram.device)
-
-    def damping(self, damping: float) -> Tensor:
-        """λ of this block; where there is no curvature any positive number will do."""
-        if not self.relative:
-            return torch.full_like(self.top, damping)
-        return torch.where(self.top > 0, damping * self.top, 1)
 
     def solve(self, g: Tensor, damping: float) -> Tensor:
         """λ(M + λI)⁻¹g."""
@@ -65,48 +60,33 @@ class Block:
 
     def _correction(self, g: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """Ub, and whether b is finite; where it is not, zero."""
-        rhs = self.Xi.rmv(self.omega(g)).to(inverse.dtype)
-        b = inverse * rhs if inverse.dim() == 1 else inverse @ rhs
+        b = inverse @ self.Xi.rmv(self.omega(g)).to(inverse.dtype)
         fine = b.isfinite().all()
         return self.U.mv(torch.where(fine, b, 0).to(g.dtype)), fine
 
     def factor(self, damping: float) -> tuple[Tensor, Tensor]:
-        """λ and (λI + K)⁻¹, kept until λ changes; a vector where K is diagonal; not a number where no factorization was found.
-
-        In float64 whatever the precision of U: the error of b enters d times λ_max/λ.
-        """
-        if self.core is None or self.core[0] != damping:
-            lam = self.damping(damping)
-            if isinstance(self.U, Merged):
-                self.core = damping, lam, 1 / (self.U.eigenvalues + lam)
-            else:
-                K = self.gram.to(wide(self.gram))
-                L, found = cholesky(torch.eye(len(K), dtype=K.dtype, device=K.device) + K / lam)
-                self.core = damping, lam, torch.where(found, torch.cholesky_inverse(L) / lam, torch.nan)
+        """λ and (λI + K)⁻¹, kept until λ changes; not a number where no factorization was found."""
+        factorize([(self, damping)])
+        assert self.core is not None
         return self.core[1], self.core[2]
 
 
-def build(U: Operator, plan: Plan, curvature: Curvature, generator: torch.Generator, previous: Block | None) -> Block | None:
-    """The block of U in its planned form, or None where U has no columns or numbers that are not finite."""
-    if U.samples == 0 or not finite(*U.tensors()):
-        return None
-    if plan.form == "explicit":
-        U = U.explicit()
-    elif isinstance(U, Implicit) and plan.form == "implicit":
-        U = reduced(U, plan.rank, generator)
-        U = Independent(U.G, U.A) if curvature.combine == "independent" else U
+def factorize(dampings: Sequence[tuple[Block, float]]) -> None:
+    """(λI + K)⁻¹ for every block whose λ has changed, those of one size at once.
 
-    sketch = curvature.sketch if plan.dims.own is None else None  # layers without factors stay exact
-    omega = Identity() if sketch is None or sketch.covers(U.shape) else sketch.draw(U, generator)
-    error = None
-    if plan.form == "merged":
-        (U, error), omega = leading(U, omega.of(U), plan.rank), Identity()
-        if curvature.averaging and previous is not None and isinstance(previous.U, Merged):
-            U = averaged(previous.U, U, curvature.averaging, plan.rank)
-    gram = omega.of(U).gram()
-    top = U.eigenvalues[0] if isinstance(U, Merged) else eigh(gram)[0][0]
-    if not finite(top, *U.tensors()):
-        return None
-    block = Block(U, omega, gram, top, curvature.relative_damping)
-    block.sketch_error = error
-    return block
+    In float64 whatever the precision of U: the error of b enters d times λ_max/λ.
+    """
+    stale: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[Block, float]]] = defaultdict(list)
+    for block, damping in dampings:
+        if block.core is None or block.core[0] != damping:
+            stale[len(block.gram), block.gram.dtype, block.gram.device].append((block, damping))
+    for same in stale.values():
+        K = torch.stack([block.gram for block, _ in same])
+        lam = send(torch.tensor([damping for _, damping in same], dtype=K.dtype), K.device)
+        relative = send(torch.tensor([block.relative for block, _ in same]), K.device)
+        tops = torch.stack([block.top for block, _ in same])
+        lam = torch.where(relative, torch.where(tops > 0, lam * tops, 1), lam)
+        K, scale = K.to(widest(K)), lam.to(widest(K))[:, None, None]
+        cores, _ = inverse(torch.eye(K.shape[-1], dtype=K.dtype, device=K.device) + K / scale)
+        for (block, damping), one, core in zip(same, lam.unbind(), (cores / scale).unbind(), strict=True):
+            block.core = damping, one, core

@@ -19,7 +19,7 @@ class Curvature:
     form="auto"            plans per layer from its shape; see `seng.explain`
     samples=None           ϱ: the first so many of the step's samples; None takes all, since they cost no extra backward
     rank=16                r of the implicit form and width k of the merged basis, which holds k·n numbers; more gained little
-                           (docs/tuning.md); more than exists means exact
+                           (docs/tuning.md); more than exists means exact; None keeps as many as the direction needs
     sketch=None            exact products; a `seng.sketch` trades accuracy for a cheaper refresh
     combine="exact"        Uc by eq. 22; "independent" is the paper's cheap eq. 23, for its tables
     decay=None             0.8 where the form can accumulate: one batch is too noisy; 0 (each refresh replaces U) is the paper's
@@ -29,7 +29,7 @@ class Curvature:
 
     form: Form = "auto"
     samples: int | None = None
-    rank: int = 16
+    rank: int | None = 16
     sketch: Sketch | None = None
     combine: Combine = "exact"
     decay: float | None = None
@@ -43,7 +43,8 @@ class Curvature:
         _one_of("combine", self.combine, get_args(Combine))
         _one_of("fisher", self.fisher, ("empirical",))
         _one_of("blocks", self.blocks, ("layer",))
-        _positive_int("rank", self.rank)
+        if self.rank is not None:
+            _positive_int("rank", self.rank)
         if self.samples is not None:
             _positive_int("samples", self.samples)
         if self.sketch is not None and not isinstance(self.sketch, Sketch):

@@ -6,6 +6,7 @@ opt.register_step_post_hook(seng.TensorBoard(writer))      # one line, and every
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,18 +16,22 @@ from torch.optim.optimizer import Optimizer
 
 from seng.block import Block
 from seng.numerics import deviation, eigh
-from seng.operators import Merged
+from seng.operators import Merged, Windows
 from seng.sketch import Identity
 
 LEADING = 16  # directions that the sketch error of a form without a basis looks at
 
 
 class Timer:
-    """Seconds spent inside `with timer:`, added up; on a GPU by events, so that nothing waits until they are read."""
+    """Seconds between the first `with timer:` and the end of it, added up; inside of itself it does nothing.
+
+    On a GPU by events, so that nothing waits until they are read.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.marks: list[tuple[Any, Any]] = []
+        self.depth = 0
 
     def _now(self) -> Any:
         if not self.cuda:
@@ -36,10 +41,14 @@ class Timer:
         return event
 
     def __enter__(self) -> None:
-        self.start = self._now()
+        self.depth += 1
+        if self.depth == 1:
+            self.start = self._now()
 
     def __exit__(self, *_: object) -> None:
-        self.marks.append((self.start, self._now()))
+        self.depth -= 1
+        if self.depth == 0:
+            self.marks.append((self.start, self._now()))
 
     @property
     def seconds(self) -> float:
@@ -52,12 +61,11 @@ class Timer:
 
 @dataclass(frozen=True)
 class Refresh:
-    """What one refresh of one layer leaves for the record, on the device."""
+    """What one refresh of one layer leaves for the record, to be worked out when it is asked for."""
 
     step: int
     timer: Timer
-    cosine: Tensor  # cos(g, d) at that step
-    norm_ratio: Tensor  # ‖d‖/‖g‖, d in SGD's units
+    compared: Callable[[], tuple[Tensor, Tensor]]  # cos(g, d) and ‖d‖/‖g‖ at that step, d in SGD's units
 
 
 def compare(g: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,6 +74,17 @@ def compare(g: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     size, length = g.norm(), d.norm()
     zero = size == 0
     return torch.where(zero, 1, (g @ d) / (size * length).clamp_min(tiny)), torch.where(zero, 1, length / size.clamp_min(tiny))
+
+
+def compare_energies(g: Tensor, b: Tensor, c: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from g·g, b and c = Uᵀg: g·d = g·g − b·c and d·d = g·d − λb·b, since (λI + UᵀU)b = c."""
+    g, b, c = g.double(), b.double(), c.double()
+    along = (g - b @ c).clamp_min(0)
+    length = (along - lam * (b @ b)).clamp_min(0).sqrt()
+    size = g.sqrt()
+    tiny = torch.finfo(g.dtype).tiny
+    zero = size == 0
+    return torch.where(zero, 1, along / (size * length).clamp_min(tiny)), torch.where(zero, 1, length / size.clamp_min(tiny))
 
 
 KEYS = (
@@ -79,8 +98,9 @@ def describe(block: Block | None, last: Refresh | None) -> dict[str, Any]:
     if block is None:
         return dict.fromkeys(KEYS) | {"form": "plain"}
     values, _ = eigh(block.gram)
+    cosine, norm_ratio = (None, None) if last is None else map(float, last.compared())
     return {
-        "form": type(block.U).__name__.lower(),
+        "form": "implicit" if isinstance(block.U, Windows) else type(block.U).__name__.lower(),
         "columns": block.U.samples,
         "bytes": block.U.bytes,
         "refreshed_at": None if last is None else last.step,
@@ -88,8 +108,8 @@ def describe(block: Block | None, last: Refresh | None) -> dict[str, Any]:
         "top_eigenvalue": float(block.top),
         "effective_rank": float(values.sum() / values.max()) if float(values.max()) > 0 else 0.0,
         "damping": None if block.core is None else float(block.core[1]),
-        "cosine": None if last is None else float(last.cosine),
-        "norm_ratio": None if last is None else float(last.norm_ratio),
+        "cosine": cosine,
+        "norm_ratio": norm_ratio,
         "sketch_error": _sketch_error(block),
         "solves_failed": int(block.failures),
     }

@@ -34,7 +34,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import ParametrizationList
 
-from seng.operators import Lookup
+from seng.operators import Lookup, Windows, windows
 
 Factors = tuple[Tensor, Tensor]
 Columns = dict[str, Tensor]
@@ -51,6 +51,9 @@ class Kind:
     whole_batch: bool  # the rule needs every sample even where only the first ϱ are wanted
     features: Callable[[Any], int]  # trailing dimensions of the input that are features; no more means one sample
     layout: Layout
+    unfolded_later: Callable[[Any, Tensor, Tensor, int], Windows | None] | None = (
+        None  # a convolution's factors, where they can wait
+    )
 
 
 KINDS: dict[type[nn.Module], Kind] = {}
@@ -75,16 +78,21 @@ def _as_row(layer: Any, name: str, p: Tensor) -> Tensor:
     return p.reshape(1, 1, -1)
 
 
+ROWS = (_as_rows, _as_row)  # the layouts in which a parameter's own order is the block's
+
 Rule = Callable[[Any, Tensor, Tensor], Any]
 
 
 def factors(
-    kind: type[nn.Module], features: Callable[[Any], int] = _last, layout: Layout = (_as_rows, _from_rows)
+    kind: type[nn.Module],
+    features: Callable[[Any], int] = _last,
+    layout: Layout = (_as_rows, _from_rows),
+    unfolded_later: Callable[[Any, Tensor, Tensor, int], Windows | None] | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register a kind whose function gives (Ĝ, Â); the weight's rows are the output features."""
 
     def register(rule: Rule) -> Rule:
-        KINDS[kind] = Kind(kind, rule, True, False, features, layout)
+        KINDS[kind] = Kind(kind, rule, True, False, features, layout, unfolded_later)
         return rule
 
     return register
@@ -151,18 +159,14 @@ def positions(x: Tensor) -> Tensor:
     return x[:, None] if x.dim() == 2 else x.flatten(1, -2)
 
 
-@factors(nn.Linear)
+def _linear_windows(layer: nn.Linear, a: Tensor, g: Tensor, bias: int) -> Windows:
+    """The same as a convolution of width 1 over the positions."""
+    return Windows(positions(g).mT, positions(a).mT, (1,), (1,), (0,), (1,), bias)
+
+
+@factors(nn.Linear, unfolded_later=_linear_windows)
 def _linear(layer: nn.Linear, a: Tensor, g: Tensor) -> Factors:
     return positions(g).mT, positions(a).mT
-
-
-def _windows(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
-    """What each output position of a convolution sees of x (ϱ, C, …): (ϱ, C·∏kernel, κ)."""
-    d = len(kernel)
-    for i in range(d):
-        x = x.unfold(2 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])[..., :: dilation[i]]
-    x = x.permute(0, 1, *range(2 + d, 2 + 2 * d), *range(2, 2 + d))  # (ϱ, C, *kernel, *out)
-    return x.flatten(2 + d).flatten(1, 1 + d)
 
 
 def _padding(layer: _ConvNd) -> list[int]:
@@ -181,7 +185,15 @@ def _padding(layer: _ConvNd) -> list[int]:
 def _conv(layer: _ConvNd, a: Tensor, g: Tensor) -> Factors:
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     a = F.pad(a, _padding(layer), mode=mode)
-    return g.flatten(2), _windows(a, layer.kernel_size, layer.stride, layer.dilation)
+    return g.flatten(2), windows(a, layer.kernel_size, layer.stride, layer.dilation)
+
+
+def _conv_windows(layer: _ConvNd, a: Tensor, g: Tensor, bias: int) -> Windows | None:
+    """The same, to be unfolded later; None for what `Windows` does not know: groups, and padding that is uneven or not zero."""
+    pad = _padding(layer)
+    if layer.groups > 1 or (layer.padding_mode != "zeros" and any(pad)) or pad[::2] != pad[1::2]:
+        return None
+    return Windows(g, a, layer.kernel_size, layer.stride, tuple(pad[::-2]), layer.dilation, bias)
 
 
 def _conv_transpose(layer: _ConvTransposeNd, a: Tensor, g: Tensor) -> Factors:
@@ -195,7 +207,7 @@ def _conv_transpose(layer: _ConvTransposeNd, a: Tensor, g: Tensor) -> Factors:
         a = stuffed.flatten(2 + i, 3 + i).narrow(2 + i, 0, (length - 1) * stride + 1)
         left = reach - int(layer.padding[i])
         pad = [left, g.shape[2 + i] + reach - a.shape[2 + i] - left, *pad]
-    return g.flatten(2), _windows(F.pad(a, pad), layer.kernel_size, (1,) * len(layer.kernel_size), layer.dilation)
+    return g.flatten(2), windows(F.pad(a, pad), layer.kernel_size, (1,) * len(layer.kernel_size), layer.dilation)
 
 
 def _transposed_rows(layer: _ConvTransposeNd, name: str, p: Tensor) -> Tensor:
@@ -220,7 +232,7 @@ def _channels_and_space(layer: _ConvNd) -> int:
 
 
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-    factors(_kind, _channels_and_space)(_conv)
+    factors(_kind, _channels_and_space, unfolded_later=_conv_windows)(_conv)
 for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
     factors(_transposed, _channels_and_space, (_transposed_rows, _from_transposed_rows))(_conv_transpose)
 

@@ -8,23 +8,56 @@ The forms differ in how they keep U:
 
     Explicit   the columns themselves                                      ϱ·n numbers
     Implicit   u_i = G_i A_iᵀ, the factors alone (eqs. 15 to 23)           ϱ·r·(n_G + n_A)
+    Windows    the same, with Â_i left inside the layer's input            ϱ·(κ·n_G + the input's)
     Lookup     embeddings: G_i and the row that each column belongs to     ϱ·κ·(n_A + 1)
-    Merged     U ≈ Q diag(σ), Q orthonormal, the leading k directions      k·n
+    Merged     k combinations of the columns, the leading directions       k·n
+
+Factors that were captured in half precision stay so; their products are summed up in float32.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Shape = tuple[int, int, int]  # (h, n_G, n_A)
 
 CHUNK = 2**24  # numbers of a dense slab of U that may exist at once
+SLAB = 2**26  # the same for slabs in half precision
+HALF = (torch.float16, torch.bfloat16)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of sums over numbers of `dtype`."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def product(X: Tensor, Y: Tensor) -> Tensor:
+    """XY, matrix by matrix, summed up and kept in `wide` precision."""
+    if X.dtype not in HALF:
+        return X @ Y
+    if not X.is_cuda:
+        return X.float() @ Y.float()
+    if X.dim() == 2:
+        out: Tensor = torch.mm(X, Y, out_dtype=torch.float32)
+        return out
+    return torch.bmm(X.flatten(0, -3), Y.flatten(0, -3), out_dtype=torch.float32).unflatten(0, X.shape[:-2])  # type: ignore[no-any-return]
+
+
+def windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """What each output position of a convolution sees of x (ϱ, C, …): (ϱ, C·∏kernel, κ)."""
+    d = len(kernel)
+    for i in range(d):
+        x = x.unfold(2 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])[..., :: dilation[i]]
+    x = x.permute(0, 1, *range(2 + d, 2 + 2 * d), *range(2, 2 + d))  # (ϱ, C, *kernel, *out)
+    return x.flatten(2 + d).flatten(1, 1 + d)
 
 
 @dataclass(frozen=True)
@@ -69,20 +102,20 @@ class Operator(ABC):
 
     def gram(self) -> Tensor:
         """UᵀU (ϱ, ϱ)."""
-        return sum((X @ X.T for _, X in self.rows()), start=self._zeros(self.samples, self.samples))
+        return sum((product(X, X.T) for _, X in self.rows()), start=self._zeros(self.samples, self.samples))
 
     def combine(self, V: Tensor) -> Tensor:
-        """UV (n, k) of V (ϱ, k)."""
-        Y = self._zeros(self.n, V.shape[1])
+        """(UV)ᵀ (k, n) of V (ϱ, k)."""
+        Y = self._zeros(V.shape[1], self.n)
         for rows, X in self.rows():
-            Y[rows] = X.T @ V
+            Y[:, rows] = product(V.T.to(X.dtype), X)
         return Y
 
     def row_norms(self) -> Tensor:
         """The squared norms (n,) of the rows of U."""
         out = self._zeros(self.n)
         for rows, X in self.rows():
-            out[rows] = X.square().sum(0)
+            out[rows] = X.to(out.dtype).square().sum(0)
         return out
 
     def explicit(self) -> Explicit:
@@ -108,7 +141,12 @@ class Operator(ABC):
 
     def _zeros(self, *size: int) -> Tensor:
         like = next(t for t in self.tensors() if t.is_floating_point())
-        return like.new_zeros(size)
+        return like.new_zeros(size, dtype=self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the products."""
+        return wide(next(t.dtype for t in self.tensors() if t.is_floating_point()))
 
 
 @dataclass(frozen=True)
@@ -128,6 +166,9 @@ class Explicit(Operator):
 
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, self.n), self.U.T
+
+    def gram(self) -> Tensor:
+        return product(self.U.T, self.U)
 
     def rmv(self, z: Tensor) -> Tensor:
         return self.U.T @ z
@@ -174,25 +215,33 @@ class Implicit(Operator):
                 X = self.G[:, i : i + step] @ self.A[:, i : i + step].mT
                 yield slice(i * group, min(i + step, h) * group), X.flatten(1)
             return
-        step = max(1, CHUNK // (self.samples * n_A))
+        step = max(1, CHUNK // (self.samples * n_A)) // 8 * 8 or 8  # in eights, so that GPUs read aligned
         for i in range(h):
             for j in range(0, n_G, step):
                 X = self.G[:, i, j : j + step] @ self.A[:, i].mT
                 yield slice(i * group + j * n_A, i * group + min(j + step, n_G) * n_A), X.flatten(1)
 
     def rmv(self, z: Tensor) -> Tensor:
-        """Σ_j g_ijᵀ mat(z) a_ij (eq. 18), one product of size n_A × n_G × ϱr."""
+        """Σ_j g_ijᵀ mat(z) a_ij (eq. 18), one product of size n_G × n_A × ϱr."""
         G, A = self._side_by_side()
-        return ((z.view(self.shape).mT @ G) * A).sum((0, 1)).view(self.samples, self.rank).sum(1)
+        return (product(z.view(self.shape).to(A.dtype), A) * G).sum((0, 1)).view(self.samples, self.rank).sum(1)
 
     def mv(self, c: Tensor) -> Tensor:
         """Σ_i c_i vec(G_i A_iᵀ), one product of size n_G × ϱr × n_A (eq. 22)."""
         G, A = self._side_by_side()
-        return ((G * c.repeat_interleave(self.rank)) @ A.mT).flatten()
+        return _split_product(G * c.repeat_interleave(self.rank), A.mT).flatten()
 
     def combine(self, V: Tensor) -> Tensor:
-        """UV; with one position per sample the columns need not be formed."""
-        return torch.stack([self.mv(v) for v in V.T], 1) if self.rank == 1 else super().combine(V)
+        """(UV)ᵀ; with one position per sample the columns need not be formed."""
+        if self.rank > 1:
+            return super().combine(V)
+        G, A = self._side_by_side()
+        X = (G[:, None] * V.T[:, None]).flatten(1, 2)  # (h, k·n_G, ϱ)
+        W: Tensor = _split_product(X, A.mT).unflatten(1, (V.shape[1], -1))
+        return W.transpose(0, 1).flatten(1)
+
+    def explicit(self) -> Explicit:
+        return Explicit(product(self.G, self.A.mT).flatten(1).T, self.shape)
 
     def _side_by_side(self) -> tuple[Tensor, Tensor]:
         """G̃ (h, n_G, ϱr) and Ã (h, n_A, ϱr) (eq. 16)."""
@@ -213,7 +262,7 @@ class Implicit(Operator):
         out = self._zeros(self.samples, self.samples)
         for i in range(0, self.samples, step):
             part = slice(i * r, (i + step) * r)
-            pairs = (A[..., part].mT @ A) * (G[..., part].mT @ G)  # (h, step·r, ϱr)
+            pairs = product(A[..., part].mT, A) * product(G[..., part].mT, G)  # (h, step·r, ϱr)
             count = min(step, self.samples - i)
             out[i : i + step] = pairs.view(h, count, r, self.samples, r).sum((0, 2, 4))
         return out
@@ -225,6 +274,23 @@ class Implicit(Operator):
         return replace(self, G=self.G[:samples], A=self.A[:samples])
 
 
+def _split_product(X: Tensor, Y: Tensor) -> Tensor:
+    """XY for X in `wide` precision; with Y in half precision as two halves of X, whose sum has twice the digits."""
+    if Y.dtype not in HALF or not Y.is_cuda:
+        return X @ Y.to(X.dtype)
+    head = X.to(Y.dtype)
+    return product(head, Y) + product((X - head).to(Y.dtype), Y)
+
+
+def _less_product(Z: Tensor, X: Tensor, Y: Tensor) -> Tensor:
+    """Z − XY, in one pass over Z."""
+    if Y.dtype not in HALF or not Y.is_cuda:
+        return torch.addmm(Z, X, Y.to(X.dtype), alpha=-1)
+    head = X.to(Y.dtype)
+    halves = torch.cat([head, (X - head).to(Y.dtype)], 1)
+    return torch.addmm(Z, halves, torch.cat([Y, Y]), out_dtype=torch.float32, alpha=-1)
+
+
 class Independent(Implicit):
     """The implicit form with the paper's cheap Uc, which takes G_i and A_i as independent (eq. 23)."""
 
@@ -233,9 +299,165 @@ class Independent(Implicit):
         root = c.abs().sqrt()
         total = root.sum()
         weight = c / torch.where(total > 0, total, 1)
-        G = torch.einsum("i,ihgr->hgr", root, self.G)
-        A = torch.einsum("i,ihar->har", weight, self.A)
+        G = torch.einsum("i,ihgr->hgr", root, self.G.to(c.dtype))
+        A = torch.einsum("i,ihar->har", weight, self.A.to(c.dtype))
         return (G @ A.mT).flatten()
+
+
+@dataclass(frozen=True)
+class Windows(Operator):
+    """A convolution, or a linear layer as one of width 1: u_i = vec(Ĝ_i Â_iᵀ), the columns of Â_i windows of the input.
+
+    They are cut out when they are needed, so that nothing is kept ∏kernel times over, and Uᵀz and Uc are the layer's own
+    forward and weight gradient. The row of ones that a bias adds to Â_i is never there either.
+    """
+
+    G: Tensor  # (ϱ, n_G, *out)
+    a: Tensor  # (ϱ, C, *space)
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    bias: int  # 1 where a row of ones follows Â, else 0
+
+    @property
+    def shape(self) -> Shape:
+        return 1, self.G.shape[1], self.a.shape[1] * math.prod(self.kernel) + self.bias
+
+    @property
+    def samples(self) -> int:
+        return self.G.shape[0]
+
+    @property
+    def rank(self) -> int:
+        """κ."""
+        return self.G.shape[2:].numel()
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether every position of the input is its own window."""
+        simple = [self.kernel, self.stride, self.padding] == [(1,) * len(self.kernel)] * 2 + [(0,) * len(self.kernel)]
+        return simple and self.a.shape[2:] == self.G.shape[2:]
+
+    def implicit(self) -> Implicit:
+        """The same with Â in full."""
+        pad = [amount for side in reversed(self.padding) for amount in (side, side)]
+        A = windows(F.pad(self.a, pad), self.kernel, self.stride, self.dilation)
+        A = torch.cat([A, A.new_ones(A.shape[0], 1, A.shape[2])], 1) if self.bias else A
+        return Implicit(self.G.flatten(2)[:, None], A[:, None])
+
+    def _sides(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ĝᵀ (ϱ, κ, n_G), Âᵀ (ϱ, κ, ∏kernel·C), kernel first and channels last, and Σ_positions Ĝ (ϱ, n_G) for the bias."""
+        pad = [amount for side in reversed(self.padding) for amount in (side, side)]
+        x = self.a.movedim(1, -1)
+        x = F.pad(x, [0, 0, *pad]) if any(pad) else x
+        d = len(self.kernel)
+        for i in range(d):
+            x = x.unfold(1 + i, self.dilation[i] * (self.kernel[i] - 1) + 1, self.stride[i])[..., :: self.dilation[i]]
+        A = x.movedim(1 + d, -1).flatten(1 + d).flatten(1, d)
+        G = self.G.movedim(1, -1).flatten(1, d)
+        return G, A, G.sum(1, dtype=self.dtype) if self.bias else None
+
+    def _in_order(self, W: Tensor, bias: Tensor | None) -> Tensor:
+        """W (…, ∏kernel·C, n_G), kernel first, and the bias (…, n_G) -> (…, n)."""
+        W = W.unflatten(-2, (math.prod(self.kernel), -1)).movedim(-1, -3).mT.flatten(-2)  # (…, n_G, C·∏kernel)
+        return (W if bias is None else torch.cat([W, bias[..., None]], -1)).flatten(-2)
+
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        return self.implicit().rows()
+
+    def gram(self) -> Tensor:
+        """UᵀU by the cheaper of the two contractions, as in `Implicit`; the order of rows is all the same to it."""
+        G, A, ones = self._sides()
+        m, kappa, n_G, n_A = self.samples, self.rank, G.shape[2], A.shape[2]
+        out = self._zeros(m, m) if ones is None else ones @ ones.T
+        if m * kappa**2 * (n_G + n_A) <= (m + kappa) * n_G * n_A:
+            left, right = G.flatten(0, 1), A.flatten(0, 1)
+            step = max(1, SLAB // 2 // max(1, kappa * kappa * m))
+            for i in range(0, m, step):
+                part = slice(i * kappa, (i + step) * kappa)
+                pairs = product(right[part], right.T).mul_(product(left[part], left.T))
+                out[i : i + step] += pairs.view(-1, kappa, m, kappa).sum((1, 3))
+            return out
+        step = max(1, SLAB // max(1, m * n_G)) // 8 * 8 or 8
+        for i in range(0, n_A, step):
+            X = (A[..., i : i + step].mT @ G).flatten(1)
+            out += product(X, X.T)
+        return out
+
+    def combine(self, V: Tensor) -> Tensor:
+        """(UV)ᵀ (k, n): one product of size ∏kernel·C × ϱκ × k·n_G, or through the columns, whichever is cheaper."""
+        k = V.shape[1]
+        if k * self.rank > 1024:  # reading and writing a number of U takes a GPU as long as so many products
+            return self._combine_columns(V)
+        G, A, ones = self._sides()
+        weighted = (G[:, :, None] * V[:, None, :, None].to(G.dtype)).flatten(0, 1).flatten(1)  # (ϱκ, k·n_G)
+        W = product(A.flatten(0, 1).T, weighted).unflatten(1, (k, -1)).transpose(0, 1)  # (k, ∏kernel·C, n_G)
+        return self._in_order(W, None if ones is None else V.T @ ones)
+
+    def _combine_columns(self, V: Tensor) -> Tensor:
+        G, A, ones = self._sides()
+        W = self._zeros(V.shape[1], A.shape[2], G.shape[2])
+        step = max(1, SLAB // max(1, self.samples * G.shape[2])) // 8 * 8 or 8
+        for i in range(0, A.shape[2], step):
+            X = (A[..., i : i + step].mT @ G).flatten(1)
+            W[:, i : i + step] = product(V.T.to(X.dtype), X).unflatten(1, (-1, G.shape[2]))
+        return self._in_order(W, None if ones is None else V.T @ ones)
+
+    def explicit(self) -> Explicit:
+        """Column by column, a few samples at a time."""
+        step = max(1, 2 * SLAB // max(1, self.shape[2] * self.rank))
+        parts: list[Tensor] = []
+        for i in range(0, max(1, self.samples), step):
+            G, A, ones = replace(self, G=self.G[i : i + step], a=self.a[i : i + step])._sides()
+            parts.append(self._in_order(product(A.mT, G), ones))
+        return Explicit((parts[0] if len(parts) == 1 else torch.cat(parts)).T, self.shape)
+
+    def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, list[int], int]:
+        return self.stride, self.padding, self.dilation, False, [0] * len(self.kernel), 1
+
+    def against(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Uᵀz: ⟨g_i, conv(a_i; z)⟩ for z as the layer's own weight (n_G, C, *kernel) and bias (n_G,)."""
+        if self.pointwise:
+            G, A, _ = self._sides()
+            out = product(A.flatten(0, 1), weight.flatten(1).T.to(A.dtype)).view(G.shape)
+            out = out if bias is None else out + bias
+            return (out * G).sum((1, 2))
+        out = torch.convolution(self.a, weight.to(self.a.dtype), None, *self._geometry()).to(self.dtype)
+        out = out if bias is None else out + bias.view(-1, *[1] * len(self.kernel))
+        return (out * self.G).flatten(1).sum(1)
+
+    def combined(self, c: Tensor, minus: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Uc as a weight (n_G, C·∏kernel) and a bias: the weight gradient of Σ_i c_i ⟨g_i, conv(a_i; W)⟩.
+
+        With `minus`, what is left of that weight when Uc is taken away.
+        """
+        G = self.G.to(self.dtype) * c.view(-1, *[1] * (self.G.dim() - 1))
+        bias = G.flatten(2).sum((0, 2)) if self.bias else None
+        if self.pointwise:
+            A = self.a.movedim(1, -1).flatten(0, -2)
+            X = G.movedim(1, -1).flatten(0, -2).T
+            return _split_product(X, A) if minus is None else _less_product(minus, X, A), bias
+        W = G.new_empty(G.shape[1], self.a.shape[1], *self.kernel)
+        a = self.a.to(self.dtype)
+        dW: Tensor = torch.ops.aten.convolution_backward(G, a, W, None, *self._geometry(), [False, True, False])[1]
+        dW = dW.flatten(1)
+        return dW if minus is None else minus - dW, bias
+
+    def rmv(self, z: Tensor) -> Tensor:
+        Z = z.view(self.shape)[0]
+        W = Z[:, : Z.shape[1] - self.bias].unflatten(1, (self.a.shape[1], *self.kernel))
+        return self.against(W, Z[:, -1] if self.bias else None)
+
+    def mv(self, c: Tensor) -> Tensor:
+        W, bias = self.combined(c)
+        return (W if bias is None else torch.cat([W, bias[:, None]], 1)).flatten()
+
+    def scaled(self, scale: float | Tensor) -> Self:
+        return replace(self, G=self.G * scale)
+
+    def first(self, samples: int) -> Self:
+        return replace(self, G=self.G[:samples], a=self.a[:samples])
 
 
 @dataclass(frozen=True)
@@ -272,7 +494,7 @@ class Lookup(Operator):
         """UᵀU over the rows that occur; the others are zero."""
         used, tokens = torch.unique(self.tokens, return_inverse=True)
         slabs = self._slabs(tokens, used.numel())
-        return sum((X @ X.T for _, X in slabs), start=self._zeros(self.samples, self.samples))
+        return sum((product(X, X.T) for _, X in slabs), start=self._zeros(self.samples, self.samples))
 
     def rmv(self, z: Tensor) -> Tensor:
         return (z.view(self.shape)[0][self.tokens] * self.G).sum((1, 2))
@@ -296,11 +518,23 @@ class Lookup(Operator):
 
 @dataclass(frozen=True)
 class Merged(Operator):
-    """U ≈ Q diag(σ) with orthonormal Q: M = Q diag(σ²) Qᵀ (DESIGN: the merged form, ours)."""
+    """U ≈ scale·Yᵀ: combinations of the columns that span what matters of them (DESIGN: the merged form, ours).
 
-    Q: Tensor  # (n, k)
-    eigenvalues: Tensor  # (k,) σ², descending; 0 where a column of Q is empty
+    In half precision Y has mean square 1: float16 then rounds by 2⁻¹², where bfloat16 would round by 2⁻⁹, which is too much for
+    d = g − Ub, a small difference of large numbers.
+    """
+
+    Y: Tensor  # (k, n)
+    scale: Tensor  # ()
     layout: Shape
+
+    @classmethod
+    def of(cls, Y: Tensor, layout: Shape, half: bool = False) -> Self:
+        """UUᵀ = YᵀY for Y (k, n)."""
+        if not half:
+            return cls(Y, torch.ones((), dtype=Y.dtype, device=Y.device), layout)
+        scale = torch.linalg.vector_norm(Y).div_(max(1, Y.numel()) ** 0.5).clamp_min_(torch.finfo(Y.dtype).tiny)
+        return cls(torch.div(Y, scale, out=torch.empty_like(Y, dtype=torch.float16)), scale, layout)
 
     @property
     def shape(self) -> Shape:
@@ -308,22 +542,34 @@ class Merged(Operator):
 
     @property
     def samples(self) -> int:
-        return self.Q.shape[1]
+        return self.Y.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scale.dtype
 
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        yield slice(0, self.n), (self.Q * self.eigenvalues.sqrt()).T
+        step = max(1, CHUNK // max(1, self.samples))
+        for i in range(0, self.n, step):
+            yield slice(i, min(i + step, self.n)), self.Y[:, i : i + step].to(self.dtype) * self.scale
 
     def gram(self) -> Tensor:
-        return self.eigenvalues.diag()
+        return product(self.Y, self.Y.T) * self.scale.square()
+
+    def combine(self, V: Tensor) -> Tensor:
+        return product(V.T.to(self.Y.dtype).contiguous(), self.Y) * self.scale
 
     def rmv(self, z: Tensor) -> Tensor:
-        return self.eigenvalues.sqrt() * (self.Q.T @ z)
+        return self.scale * (self.Y.to(z.dtype) @ z)
 
     def mv(self, c: Tensor) -> Tensor:
-        return self.Q @ (self.eigenvalues.sqrt() * c)
+        return (self.scale * c) @ self.Y.to(c.dtype)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        return replace(self, Y=self.Y if self.Y.dtype in HALF else self.Y.to(dtype), scale=self.scale.to(dtype))
 
     def scaled(self, scale: float | Tensor) -> Self:
-        return replace(self, eigenvalues=self.eigenvalues * scale**2)
+        return replace(self, scale=self.scale * scale)
 
     def first(self, samples: int) -> Self:
-        return replace(self, Q=self.Q[:, :samples], eigenvalues=self.eigenvalues[:samples])
+        return replace(self, Y=self.Y[:samples])

@@ -19,7 +19,8 @@ from seng.checks import check_group, check_number, check_options
 from seng.curvature import Curvature, Units
 from seng.distributed import check_strategy
 from seng.notices import warn
-from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner, Ready
+from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
+from seng.solver import Quick, Ready
 from seng.state import nested
 
 
@@ -57,6 +58,7 @@ class SENG(Optimizer):
         check_options(curvature, refresh_every, units)
         check_strategy(strategy)
         self.preconditioner: Preconditioner | None = None
+        self._forget_step()
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -80,6 +82,11 @@ class SENG(Optimizer):
                 "write SENG(model, …), or module=model beside your parameters"
             )
 
+    def _forget_step(self) -> None:
+        """What is kept from step to step to save time."""
+        self._quick: Quick | None = None
+        self._damping: tuple[list[tuple[float, int]], dict[nn.Parameter, float]] | None = None
+
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
@@ -87,6 +94,7 @@ class SENG(Optimizer):
         """As torch's; layers of the module that were not trained before are covered from the next refresh on."""
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self._forget_step()
         if self.preconditioner is not None:
             try:
                 self.preconditioner.cover(self._params())
@@ -105,35 +113,78 @@ class SENG(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads, damping, ready = self._ready()
+        if self._quick is not None and self._quick_step():
+            return loss
+        grads, damping, ready = self._ready(torch.compiler.is_compiling())
         directions = dict(grads)
-        if self.preconditioner is not None:
+        if ready.grouped is not None and self._units == "sgd" and self._plain_lr():
+            directions = self._update_grouped(ready, grads)
+        elif self.preconditioner is not None:
             directions = self.preconditioner.directions(grads, damping, ready)
         elif self._units == "paper":
             directions = {p: g / damping[p] for p, g in grads.items()}
-        for group in self.param_groups:
-            self._update(group, [p for p in group["params"] if p in directions], directions)
+        if directions:
+            for group in self.param_groups:
+                self._update(group, [p for p in group["params"] if p in directions], directions)
         if self.preconditioner is not None and grads:
             self.preconditioner.advance()
         return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _ready(self) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, float], list[Ready]]:
+    def _ready(self, traced: bool) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, float], Ready]:
         """Gradients and dampings, checked, and the blocks to solve with: the part of a step that is left to Python."""
-        grads = {p: p.grad for p in self._params() if p.grad is not None}
+        grads = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         if any(g.is_sparse for g in grads.values()):
             raise RuntimeError("SENG does not support sparse gradients; use sparse=False in the embedding")
-        damping: dict[nn.Parameter, float] = {}
-        for group in self.param_groups:
-            check_number("damping", group["damping"], positive=True)
-            damping |= dict.fromkeys(group["params"], float(group["damping"]))
+        damping = self._dampings()
         if self.preconditioner is None:
-            return grads, damping, []
+            return grads, damping, Ready()
         for p in self.preconditioner.trained:  # state_dict fills it in; torch.distributed.checkpoint looks here for the name
             self.state[p].setdefault("seng", {})
-        return grads, damping, self.preconditioner.ready(grads, damping)
+        return grads, damping, self.preconditioner.ready(grads, damping, updates=True, traced=traced)
+
+    def _dampings(self) -> dict[nn.Parameter, float]:
+        """Each parameter's damping; the same object until one changes."""
+        key = [(group["damping"], len(group["params"])) for group in self.param_groups]
+        if self._damping is None or self._damping[0] != key:
+            values: dict[nn.Parameter, float] = {}
+            for group in self.param_groups:
+                check_number("damping", group["damping"], positive=True)
+                values |= dict.fromkeys(group["params"], float(group["damping"]))
+            self._damping = key, values
+        return self._damping[1]
+
+    def _plain_lr(self) -> bool:
+        """Whether every learning rate can be read without waiting for a device."""
+        return all(not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu" for group in self.param_groups)
+
+    def _update_grouped(self, ready: Ready, grads: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Update all that the kernels serve, at once; the directions of the others. Where there are none, the next is quick."""
+        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        inside = set(ready.params)
+        rest = [p for p in grads if p not in inside]
+        quick = Quick(ready, [group_of[p] for p in ready.params], [self.state[p] for p in ready.params], self.param_groups)
+        alone = quick.step([grads[p] for p in ready.params], grads)
+        self._quick = None if rest else quick
+        return {p: alone[p] if p in alone else grads[p] for p in rest}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _quick_step(self) -> bool:
+        """A step like the last one, by the same blocks with the same gradients; False where it is another."""
+        engine, quick = self.preconditioner, self._quick
+        assert engine is not None and quick is not None
+        grads = [p.grad for p in quick.ready.params]
+        same = engine.keeps(quick.ready, self._dampings()) and self._plain_lr() and quick.groups is self.param_groups
+        if not same or any(g is None for g in grads) or sum(len(g["params"]) for g in quick.groups) != len(grads):
+            self._quick = None
+            return False
+        quick.step(grads, None)  # type: ignore[arg-type]
+        engine.advance()
+        return True
 
     def _update(self, group: dict[str, Any], params: list[nn.Parameter], directions: dict[nn.Parameter, Tensor]) -> None:
+        if not params:
+            return
         buffers = [self.state[p].get("momentum_buffer") for p in params] if group["momentum"] else [None] * len(params)
         sgd(
             list(params),
@@ -159,6 +210,7 @@ class SENG(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         curvature = state.pop("_curvature", None)
         super().__setstate__(state)
+        self._forget_step()
         if "_module" in state:  # torch's load_state_dict comes by here too, with groups and momentum alone
             self.preconditioner = None
             if self._module is not None:
@@ -223,6 +275,7 @@ class SENG(Optimizer):
                     curvature[p] = nested(ours)["seng"]
             return {**given, "state": rest, "param_groups": [{**self.defaults, **group} for group in given["param_groups"]]}
 
+        self._forget_step()
         # After the user's hooks have made of the checkpoint what they want, and before they look at what was loaded.
         handles = [
             self.register_load_state_dict_pre_hook(take_out),

@@ -21,6 +21,7 @@ from seng.curvature import Curvature
 from seng.operators import Shape
 from seng.sites import Member, Site, differs, survey
 
+BALANCE = 512  # positions of a batch per direction, at which a basis takes a GPU as long as the factors, or thereabouts
 THRESHOLD = 10**6  # 𝒯: Table 1 keeps cases I to III (n ≤ 524,288) explicit and IV to VI (n ≥ 1,048,576) implicit
 
 Kept = Literal["explicit", "implicit", "lookup", "merged", "plain"]
@@ -36,6 +37,8 @@ class Dims:
     samples: int  # ϱ
     own: Literal["explicit", "lookup"] | None  # the form of a layer without factors
     itemsize: int = 4
+    half: bool = False  # whether factors and bases are kept in half precision
+    inputs: int = 0  # where the factors stay inside the layer's input: numbers per sample of input and output
 
     @property
     def n(self) -> int:
@@ -52,6 +55,11 @@ class Dims:
         return self.shape[2]
 
     @property
+    def raw(self) -> int:
+        """The numbers of one sample's factors, the windows of a convolution left inside its input."""
+        return self.inputs or self.sides * self.kappa
+
+    @property
     def sides(self) -> int:
         """h·(n_G + n_A): the numbers of one column of the factors."""
         return self.shape[0] * (self.shape[1] + self.shape[2])
@@ -65,19 +73,23 @@ class Plan:
     form: Kept
     rank: int
     why: str
+    otherwise: Literal["explicit", "implicit"] | None = None  # what a merged layer keeps where `rank` directions are too few
 
     @property
     def bytes(self) -> int:
-        """Memory of U between refreshes."""
+        """Memory of U between refreshes, at most."""
+        return max(self._bytes(self.form), self._bytes(self.otherwise or "plain"))
+
+    def _bytes(self, form: Kept) -> int:
         d = self.dims
         numbers = {
             "explicit": d.n * d.samples,
-            "implicit": d.sides * min(self.rank, d.kappa) * d.samples,
+            "implicit": (d.raw if self.otherwise or self.rank >= d.kappa else d.sides * self.rank) * d.samples,
             "lookup": d.samples * d.kappa * (d.shape[2] + 8 // d.itemsize),
             "merged": d.n * self.rank,
             "plain": 0,
         }
-        return numbers[self.form] * d.itemsize
+        return numbers[form] * (2 if d.half and form != "lookup" else d.itemsize)
 
     @property
     def flops(self) -> int:
@@ -104,10 +116,18 @@ def paper_form(d: Dims) -> tuple[Kept, str]:
 
 def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None) -> list[Plan]:
     """One form per layer. Where memory is short, the rank is halved; then the largest layer keeps factors, or nothing."""
+    asked = curvature.rank or max((d.samples for d in dims), default=1)
     plans = [_first_choice(d, curvature, curvature.rank) for d in dims]
     needed = sum(p.bytes for p in plans)
     if budget is None or needed <= budget:
         return plans
+    if curvature.rank is None:  # exact factors are smaller than a basis, only slower: the largest layers first
+        for i in sorted(range(len(plans)), key=lambda i: -plans[i].bytes):
+            if sum(p.bytes for p in plans) > budget and plans[i].otherwise is not None:
+                factors = Plan(dims[i], "implicit", dims[i].kappa, f"factors as they are, to fit into {_size(budget)}")
+                plans[i] = min(plans[i], factors, key=lambda p: p.bytes)
+        if sum(p.bytes for p in plans) <= budget:
+            return plans
     if curvature.form == "explicit":
         raise ValueError(
             f"form='explicit' needs {_size(needed)} where memory={curvature.memory!r} allows {_size(budget)}: "
@@ -115,7 +135,7 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None) 
         )
     demoted: dict[str, Kept] = {}  # layers that are too large for their first choice
     while True:
-        rank = curvature.rank
+        rank = asked
         while rank >= 1:
             plans = [_within(d, curvature, rank, budget, demoted.get(d.name)) for d in dims]
             if sum(p.bytes for p in plans) <= budget:
@@ -133,11 +153,15 @@ def _within(d: Dims, curvature: Curvature, rank: int, budget: int, demoted: Kept
     if demoted == "implicit":
         return Plan(d, "implicit", rank, f"a basis does not fit into {_size(budget)}: factors, replaced at each refresh")
     choice = _first_choice(d, curvature, rank)
-    shrunk = rank < curvature.rank and choice.rank == rank
+    shrunk = (curvature.rank is None or rank < curvature.rank) and choice.rank == rank
     return replace(choice, why=f"{choice.why}; rank {rank} to fit memory") if shrunk else choice
 
 
-def _first_choice(d: Dims, curvature: Curvature, rank: int) -> Plan:
+def _first_choice(d: Dims, curvature: Curvature, rank: int | None) -> Plan:
+    if rank is None:
+        if d.own is None and curvature.form == "auto" and not curvature.averaging and curvature.combine == "exact":
+            return _by_tolerance(d)
+        rank = d.samples if curvature.averaging or curvature.form == "merged" else max(d.samples, d.kappa)
     if d.own is not None:
         return _own_form(d, curvature, rank)
     width = min(rank, d.n) if curvature.averaging else min(rank, d.n, d.samples)  # of a merged basis
@@ -151,6 +175,22 @@ def _first_choice(d: Dims, curvature: Curvature, rank: int) -> Plan:
     if rank < d.samples:
         return Plan(d, "merged", width, f"k = {width} directions instead of ϱ = {d.samples} samples")
     return Plan(d, form, rank, f"ϱ = {d.samples} ≤ rank: nothing to merge; {why}")
+
+
+WIDEST = 64  # directions; where more are needed, the exact forms are the cheaper ones
+FEW = 256  # positions up to which ϱκ products per number take a GPU about the time of reading ϱ numbers, in less memory
+LARGE = 2**18  # numbers from which a layer is worth launches of its own
+
+
+def _by_tolerance(d: Dims) -> Plan:
+    """As few directions as do, or U as it is."""
+    cheaper = d.kappa <= FEW and d.raw < d.n and d.n >= LARGE
+    exact: Literal["explicit", "implicit"] = "implicit" if cheaper else "explicit"
+    if d.itemsize == 8 or d.samples <= 1:
+        return Plan(d, exact, max(d.samples, d.kappa), "exact in float64")
+    k = min(WIDEST, d.samples - 1, d.n)
+    k = min(k, max(1, d.samples * d.kappa // BALANCE)) if exact == "implicit" else k
+    return Plan(d, "merged", k, f"as many directions as needed, at most {k}; else {exact}", exact)
 
 
 def _own_form(d: Dims, curvature: Curvature, rank: int) -> Plan:
@@ -217,15 +257,15 @@ def explain(module: nn.Module, batch: Any, curvature: Curvature | None = None) -
         elif other is not None:
             uncovered[site.name] = differs(other, B)
         else:
-            dims.append(site_dims(site, max(1, sum(_positions(site, *call) for call in seen)), rho))
+            inputs = sum((a.numel() + out.numel()) // max(1, B) for a, out in seen) if _waits_whole(site) else 0
+            dims.append(site_dims(site, max(1, sum(_positions(site, *call) for call in seen)), rho, inputs))
     return Explanation(tuple(plan(dims, curvature, budget(curvature, module))), uncovered)
 
 
-def site_dims(site: Site, kappa: int, samples: int) -> Dims:
+def site_dims(site: Site, kappa: int, samples: int, inputs: int = 0, half: bool = False) -> Dims:
     """What the plan needs to know of a site."""
-    segments = site.active() or site.segments
-    itemsize = 8 if site.lead.dtype == torch.float64 else 4
-    return Dims(site.name, site.shape(segments), kappa, samples, site.own_form, itemsize)
+    shape = site.shape(site.active() or site.segments)
+    return Dims(site.name, shape, kappa, samples, site.own_form, site.dtype.itemsize, half, inputs)
 
 
 def budget(curvature: Curvature, module: nn.Module) -> int | None:
@@ -240,6 +280,14 @@ def budget(curvature: Curvature, module: nn.Module) -> int | None:
     except (ValueError, AttributeError):
         raise ValueError("the free memory cannot be read on this system: give Curvature(memory=…) in bytes") from None
     return int(curvature.memory * free)
+
+
+def _waits_whole(site: Site) -> bool:
+    """Whether its factors stay inside its input."""
+    layers = [member.module for member in site.members]
+    return all(member.kind.unfolded_later is not None for member in site.members) and not any(
+        getattr(layer, "groups", 1) > 1 or getattr(layer, "padding_mode", "zeros") != "zeros" for layer in layers
+    )
 
 
 def _positions(site: Site, a: Tensor, out: Tensor) -> int:

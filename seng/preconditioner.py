@@ -15,18 +15,20 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from seng.block import Block, build
+from seng.block import Block, factorize
 from seng.capture import Capture, loss_scale
 from seng.checks import check_options
 from seng.curvature import Curvature, Units
-from seng.diagnostics import Refresh, compare, describe
+from seng.diagnostics import Refresh, describe
 from seng.distributed import check_whole
 from seng.notices import Notices, listed, not_captured
 from seng.numerics import reduced
-from seng.operators import Implicit, Operator
+from seng.operators import Implicit, Merged, Operator, Windows
 from seng.plan import Plan, budget, plan, site_dims
+from seng.refresh import Job, build
 from seng.samples import Samples
 from seng.sites import Segment, Site, survey
+from seng.solver import Gradients, OneByOne, Ready, Solve, sort
 from seng.state import pack, unpack
 
 # Why these two: docs/tuning.md. On digits less damping is within noise and 0.03 or 0.1 is worse; refreshing more often is no
@@ -35,9 +37,7 @@ DAMPING = 0.01  # of each block's largest eigenvalue
 REFRESH_EVERY = 20
 
 
-Gradients = Mapping[nn.Parameter, Tensor]
 Dampings = Mapping[nn.Parameter, float]
-Ready = tuple[Site, tuple[Segment, ...], Block, Tensor, Tensor]  # where, what was covered, with what, λ, (λI + K)⁻¹
 
 
 class Preconditioner:
@@ -77,6 +77,7 @@ class Preconditioner:
         self.failures: dict[int, int] = {}  # refreshes that had to be dropped
         self.refreshes: dict[int, Refresh] = {}  # the last one of each
         self.checked: set[int] = set()  # whose samples were seen to add up to the gradient
+        self._kept: tuple[Dampings, bool, bool, Ready] | None = None  # what the last step solved with, and under which dampings
         self.cover(params)
 
     def cover(self, params: Iterable[nn.Parameter]) -> None:
@@ -98,6 +99,7 @@ class Preconditioner:
         if self.sites:
             self.capture.remove()
         self.trained, self.sites, self.uncovered = params, sites, uncovered
+        self._kept = None
         self.samples = Samples(sites, self.curvature.samples, WeakMethod(self._keep))  # weak, so that no cycle holds the engine
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
         if before:
@@ -156,38 +158,46 @@ class Preconditioner:
             for p, grad in zip(params, kept, strict=True):
                 p.grad = grad
 
-    def directions(self, grads: Gradients, damping: Dampings, ready: list[Ready]) -> dict[nn.Parameter, Tensor]:
+    def directions(self, grads: Gradients, damping: Dampings, ready: Ready) -> dict[nn.Parameter, Tensor]:
         """The direction for every gradient: λ(M + λI)⁻¹g, or (M + λI)⁻¹g in the paper's units."""
-        out = dict(grads)
         with torch.autocast(self.sites[0].lead.device.type, enabled=False):
-            for site, active, block, lam, inverse in ready:
-                d = block.direction(site.gather(active, grads, block.gram.dtype), lam, inverse)
-                out |= {p: part.to(p.dtype) for p, part in site.scatter(active, d).items() if p in grads}
-            if self.units == "paper":
-                out = {p: d / damping[p] for p, d in out.items()}
-        return out
+            out = ready.directions(grads)
+            return {p: d / damping[p] for p, d in out.items()} if self.units == "paper" else out
 
-    def ready(self, grads: Gradients, damping: Dampings) -> list[Ready]:
-        """The blocks to solve with at this step, refreshed and factorized."""
+    def ready(self, grads: Gradients, damping: Dampings, updates: bool = False, traced: bool = False) -> Ready:
+        """The blocks to solve with at this step, refreshed and factorized; one by one where the solve is traced.
+
+        With `updates`, the kernels are made ready to update parameters as well.
+        """
         if not grads:
-            return []
+            return Ready()
+        usual = self._kept is not None and not self.refresh_due and len(grads) == len(self.trained)
+        if usual and self._kept is not None and self._kept[:3] == (damping, updates, traced):
+            return self._kept[3]
         with torch.autocast(self.sites[0].lead.device.type, enabled=False):
-            refreshed = self._refresh(grads) if self.refresh_due else []
+            refreshed = self._refresh(grads, damping) if self.refresh_due else []
             self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
             self.loaded = False
             used = [i for i in self.blocks if any(s.param in grads for s in self.covered[i])]
-            lams = {i: _one_damping(self.sites[i], damping) for i in used}
-            for i in refreshed:
-                if i in lams:
-                    self._record(i, grads, lams[i])
-            return [(self.sites[i], self.covered[i], self.blocks[i], *self.blocks[i].factor(lams[i])) for i in used]
+            factorize([(self.blocks[i], _one_damping(self.sites[i], damping)) for i in used])
+            solves = {i: Solve(self.sites[i], self.covered[i], self.blocks[i], *_core(self.blocks[i])) for i in used}
+            out = Ready(OneByOne(list(solves.values()))) if traced else sort(list(solves.values()), grads, updates)
+            self._record({i: solves[i] for i in refreshed if i in solves}, out, grads)
+        settled = len(self.blocks) + len(self.refused) == len(self.sites) and len(grads) == len(self.trained)
+        self._kept = (damping, updates, traced, out) if settled else None
+        return out
 
-    def _record(self, index: int, grads: Gradients, damping: float) -> None:
-        block = self.blocks[index]
-        g = self.sites[index].gather(self.covered[index], grads, block.gram.dtype)
-        d, _ = block.attempt(g, *block.factor(damping))
+    def keeps(self, ready: Ready, damping: Dampings) -> bool:
+        """Whether a step with all gradients, under these dampings, would solve with this again."""
+        return self._kept is not None and self._kept[3] is ready and self._kept[0] is damping and not self.refresh_due
+
+    def _record(self, solves: dict[int, Solve], ready: Ready, grads: Gradients) -> None:
+        """What diagnostics will tell of this refresh."""
+        if not solves:
+            return
         self.last_refresh = self.steps
-        self.refreshes[index] = Refresh(self.steps, self.samples.timers[index], *compare(g, d))
+        for index, numbers in zip(solves, ready.compared(list(solves.values()), grads), strict=True):
+            self.refreshes[index] = Refresh(self.steps, self.samples.timer(index), numbers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def advance(self) -> None:
@@ -209,8 +219,9 @@ class Preconditioner:
         known = index in self.blocks or index in self.refused or index in self.owed
         return not known and self._in_use(index, grads)
 
-    def _refresh(self, grads: Gradients) -> list[int]:
+    def _refresh(self, grads: Gradients, damping: Dampings) -> list[int]:
         """Build the blocks of all sites that were captured; the sites that succeeded."""
+        self._kept = None
         # Without samples, as when tools step to fill an optimizer's state, the refresh is still owed.
         self.missed = self.samples.total == 0
         found: list[int] = []
@@ -222,51 +233,75 @@ class Preconditioner:
                 found.append(index)
             elif not (self.own_batch or self.loaded) and self._in_use(index, grads):
                 raise not_captured(site.name)
-        scale = 1.0 if self.own_batch else loss_scale()
         rho = min(self.samples.total, self.curvature.samples or self.samples.total)
-        dims = [site_dims(self.sites[i], self.samples.kappa(i), rho) for i in found]
-        built: list[int] = []
+        numbers = self.samples.numbers
+        dims = [site_dims(self.sites[i], self.samples.kappa(i), rho, numbers(i), self._half) for i in found]
+        jobs: dict[int, Job] = {}
+        scale = 1.0 if self.own_batch else loss_scale()
         for index, chosen in zip(found, plan(dims, self.curvature, self.budget), strict=True):
             self.plans[index] = chosen
             if chosen.form == "plain":
                 self._take_plain(index, chosen.why)
-                continue
-            self.notices.sketch(self.curvature.sketch, chosen.dims)
-            with self.samples.timers[index]:
-                if self._build(index, chosen, grads, scale):
-                    built.append(index)
-        return built
+            elif self.samples.overwritten(index):
+                self._drop_refresh(index, "its input was changed in place between the backward and the step")
+            else:
+                self.notices.sketch(self.curvature.sketch, chosen.dims)
+                jobs[index] = self._job(index, chosen, grads, _one_damping(self.sites[index], damping), scale)
+        self._count_failures(list(jobs))
+        with self.samples.together:
+            built = dict(zip(jobs, build(list(jobs.values()), self.curvature), strict=True))
+        for index, block in built.items():
+            if block is not None:
+                self._install(index, block)
+            elif len(jobs[index].gram):  # the last good curvature stays; without one it is the plain gradient, and one is owed
+                self._drop_refresh(index)
+        return [index for index, block in built.items() if block is not None]
 
-    def _build(self, index: int, chosen: Plan, grads: Gradients, scale: float) -> bool:
+    @property
+    def _half(self) -> bool:
+        """Whether bases are kept in half precision: on a GPU, where the network itself is trained so."""
+        return bool(self.samples.half) and self.sites[0].lead.is_cuda
+
+    def _job(self, index: int, chosen: Plan, grads: Gradients, damping: float, scale: float) -> Job:
         site, active = self.sites[index], self.samples.active[index]
-        U = self.samples.take(index, _dtype(site.lead)).scaled(1 / scale)
-        self._check_sum(index, chosen, U, site.gather(active, grads, _dtype(site.lead)))
+        U = self.samples.take(index, scale)
+        self._check_sum(index, chosen, U, grads)
         previous = self.blocks.get(index)
         # Only curvature of the same parameters in the same precision can be accumulated.
-        alike = previous is not None and self.covered[index] == active and previous.gram.dtype == _dtype(site.lead)
-        same = previous if alike else None
-        block = build(U, chosen, self.curvature, self._generator(index), same)
-        if block is not None:
-            if previous is not None:
-                block.failures += previous.failures
-            self.blocks[index], self.covered[index] = block, active
-            self.owed.discard(index)
-            self.refused.pop(index, None)
-        elif U.samples:  # the last good curvature stays; without one the layer takes the plain gradient, and is owed a refresh
-            self.failures[index] = self.failures.get(index, 0) + 1
-            self.notices.dropped(site.name)
-        if previous is not None and previous.failures:
-            self.notices.failed(site.name, int(previous.failures))
-        return block is not None
+        alike = previous is not None and self.covered[index] == active and previous.gram.dtype == site.dtype
+        same = previous if alike and previous is not None and isinstance(previous.U, Merged) else None
+        half = self._half and site.dtype == torch.float32
+        return Job(U, chosen, damping, half, same, self._generator(index), self.samples.timer(index))
 
-    def _check_sum(self, index: int, chosen: Plan, U: Operator, g: Tensor) -> None:
+    def _count_failures(self, indices: list[int]) -> None:
+        """Tell of solves that failed since the last refresh; one look at the device for all of them."""
+        counted = [i for i in indices if i in self.blocks]
+        if not counted:
+            return
+        for index, failures in zip(counted, torch.stack([self.blocks[i].failures for i in counted]).tolist(), strict=True):
+            if failures:
+                self.notices.failed(self.sites[index].name, failures)
+
+    def _install(self, index: int, block: Block) -> None:
+        if index in self.blocks:
+            block.failures += self.blocks[index].failures
+        self.blocks[index], self.covered[index] = block, self.samples.active[index]
+        self.owed.discard(index)
+        self.refused.pop(index, None)
+
+    def _drop_refresh(self, index: int, why: str | None = None) -> None:
+        self.failures[index] = self.failures.get(index, 0) + 1
+        self.notices.dropped(self.sites[index].name, *([why] if why else []))
+
+    def _check_sum(self, index: int, chosen: Plan, U: Operator, grads: Gradients) -> None:
         """Whether the samples add up to the gradient, up to scale; once per layer. If not, U tells only a part of the story."""
-        reduced_factors = chosen.form == "implicit" and chosen.dims.kappa > chosen.rank
+        reduced_factors = chosen.form == "implicit" and chosen.dims.kappa > chosen.rank and isinstance(U, Implicit)
         partial = reduced_factors or self.own_batch or self.curvature.samples is not None
         if index in self.checked or partial or not U.samples:
             return
         self.checked.add(index)
-        total = U.mv(U.tensors()[0].new_ones(U.samples))
+        g = self.sites[index].gather(self.samples.active[index], grads, self.sites[index].dtype)
+        total = U.mv(torch.ones(U.samples, dtype=U.dtype, device=g.device))
         size = total.norm() * g.norm()
         cosine = float(total @ g / size) if size > 0 else 1.0
         if cosine < 0.9:
@@ -274,13 +309,14 @@ class Preconditioner:
 
     def _keep(self, site: Site, U: Operator) -> Operator:
         """What waits until step(): the smaller of columns and factors, or reduced factors where they are asked for."""
-        if not isinstance(U, Implicit):
+        if not isinstance(U, Implicit | Windows):
             return U
         (chosen,) = plan([site_dims(site, U.rank, U.samples)], self.curvature)
-        if chosen.form == "implicit":
-            return U if chosen.rank >= U.rank else reduced(_wide(U), chosen.rank, self._generator(self.sites.index(site)))
-        _, n_G, n_A = U.shape
-        return _wide(U).explicit() if n_G * n_A <= (n_G + n_A) * U.rank else U
+        if chosen.form == "implicit" and (chosen.rank < U.rank or self.curvature.combine == "independent"):
+            factors = U.implicit() if isinstance(U, Windows) else U
+            return reduced(_wide(factors), chosen.rank, self._generator(self.sites.index(site)))
+        columns = U.n * U.samples * U.dtype.itemsize
+        return U.explicit() if columns <= U.bytes and chosen.form != "implicit" else U
 
     def _generator(self, index: int) -> torch.Generator:
         """Ω's own stream: a function of the seed, the step and the site, so that step and seed are all there is to save."""
@@ -329,7 +365,7 @@ class Preconditioner:
         ):
             record.clear()
         missed = False
-        self.last_refresh = None
+        self.last_refresh = self._kept = None
         for index, site in enumerate(self.sites):
             entry = state.get(site.lead, {})
             if "step" in entry:
@@ -343,7 +379,7 @@ class Preconditioner:
             active = tuple(s for s, used in zip(site.segments, on, strict=False) if used)
             if not active:
                 continue
-            block = unpack(entry["block"], Block, site.lead.device, _dtype(site.lead))
+            block = unpack(entry["block"], Block, site.lead.device, site.dtype)
             if len(on) == len(site.segments) and block.U.shape == site.shape(active):
                 block.relative = self.curvature.relative_damping
                 self.blocks[index], self.covered[index] = block, active
@@ -357,6 +393,11 @@ def _wide(U: Implicit) -> Implicit:
     return U.to(torch.promote_types(U.G.dtype, torch.float32))
 
 
+def _core(block: Block) -> tuple[Tensor, Tensor]:
+    assert block.core is not None
+    return block.core[1], block.core[2]
+
+
 def _one_damping(site: Site, damping: Dampings) -> float:
     values = {damping[s.param] for s in site.segments}
     if len(values) > 1:
@@ -364,7 +405,3 @@ def _one_damping(site: Site, damping: Dampings) -> float:
             f"layer '{site.name}' is one block but its parameters have the dampings {sorted(values)}: give them one"
         )
     return values.pop()
-
-
-def _dtype(p: Tensor) -> torch.dtype:
-    return torch.float64 if p.dtype == torch.float64 else torch.float32

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from seng.diagnostics import Timer
-from seng.operators import Explicit, Implicit, Lookup, Operator
+from seng.operators import HALF, Explicit, Implicit, Lookup, Operator, Windows
 from seng.sites import Member, Segment, Site, differs
 
 
@@ -29,6 +29,8 @@ class Backward:
     count_of: dict[int, int] = field(default_factory=dict)  # site -> its sample count
     pieces: dict[int, Operator] = field(default_factory=dict)  # site -> U, unscaled
     kappa: Counter[int] = field(default_factory=Counter)  # site -> positions per sample, over all its calls
+    numbers: Counter[int] = field(default_factory=Counter)  # site -> numbers per sample of inputs and outputs of `Windows`
+    seen: dict[int, list[tuple[Tensor, int]]] = field(default_factory=dict)  # site -> inputs still referred to, their versions
 
     @property
     def samples(self) -> int:
@@ -47,12 +49,16 @@ class Samples:
         self.layers: list[tuple[int, Member]] = [(i, m) for i, site in enumerate(sites) for m in site.members]
         self.active: dict[int, tuple[Segment, ...]] = {}
         self.backwards: dict[int, Backward] = {}
-        self.timers: dict[int, Timer] = {}  # site -> what its captures cost
+        self.timers: dict[int, Timer] = {}  # site -> what its refresh costs; a GPU refreshes all of them `together`
+        self.together = Timer(sites[0].lead.device)
+        self.half: set[int] = set()  # sites that were captured in half precision
 
     def clear(self) -> None:
         self.backwards.clear()
         self.active.clear()
         self.timers.clear()
+        self.half.clear()
+        self.together = Timer(self.sites[0].lead.device)
 
     def __len__(self) -> int:
         return len(self.backwards)
@@ -76,17 +82,29 @@ class Samples:
         if backward.count_of.setdefault(index, count) != count:
             backward.differing[index] = (backward.count_of[index], count)
             return
-        with self.timers.setdefault(index, Timer(g.device)):
+        if g.dtype in HALF:
+            self.half.add(index)
+        with self.timer(index):
             with _mode(member.module, training):
                 if member.kind.whole_batch:
                     U = site.operator(active, member, a, g).first(wanted)
                 else:
                     U = site.operator(active, member, a[:wanted], g[:wanted])
             backward.kappa[index] += _positions(U)
+            if isinstance(U, Windows):
+                backward.numbers[index] += (U.a.numel() + U.G.numel()) // max(1, U.samples)
             keep = self.keep()
             U = U if keep is None else keep(site, U)
             waiting = backward.pieces.get(index)
             backward.pieces[index] = U if waiting is None else added(waiting, U)
+            if any(t.untyped_storage().data_ptr() == a.untyped_storage().data_ptr() for t in U.tensors()):
+                backward.seen.setdefault(index, []).append((a, a._version))
+
+    def timer(self, index: int) -> Timer:
+        """The clock of a site's refresh."""
+        if self.sites[index].lead.is_cuda:
+            return self.together
+        return self.timers.setdefault(index, Timer(self.sites[index].lead.device))
 
     def _of(self, task: int) -> Backward:
         """The captures of a backward; stale ones are dropped, as after a step that was skipped."""
@@ -113,6 +131,10 @@ class Samples:
         """Positions per sample of a site."""
         return max((backward.kappa[index] for backward in self.backwards.values()), default=0)
 
+    def numbers(self, index: int) -> int:
+        """Numbers per sample that a site's captures refer to, where they wait as `Windows`."""
+        return max((backward.numbers[index] for backward in self.backwards.values()), default=0)
+
     def mismatch(self, index: int) -> str | None:
         """Why a site's dimension 0 cannot be the sample, in words; None where it can."""
         for backward in self.backwards.values():
@@ -128,12 +150,21 @@ class Samples:
         """Whether a backward reached the site."""
         return any(index in backward.pieces for backward in self.backwards.values())
 
-    def take(self, index: int, dtype: torch.dtype) -> Operator:
-        """U (n, ϱ) of a captured site with columns u_i/√ϱ; its pieces are let go, so that one U at a time is whole."""
+    def overwritten(self, index: int) -> bool:
+        """Whether an input that a capture still refers to was changed in place after its backward."""
+        return any(a._version != version for backward in self.backwards.values() for a, version in backward.seen.get(index, ()))
+
+    def take(self, index: int, scale: float) -> Operator:
+        """U (n, ϱ) of a captured site with columns u_i/√ϱ; its pieces are let go, so that one U at a time is whole.
+
+        Factors in bfloat16 stay so on a GPU, whose products of them are summed up in float32. The gradients carry `scale`.
+        """
         B = self.total
         rho = B if self.limit is None else min(B, self.limit)
         pieces = [backward.pieces.pop(index) for backward in self.backwards.values() if index in backward.pieces]
-        return stacked([piece.to(dtype) for piece in pieces]).scaled(B / max(rho, 1) ** 0.5)
+        for backward in self.backwards.values():
+            backward.seen.pop(index, None)
+        return stacked([_settled(piece, self.sites[index].dtype) for piece in pieces]).scaled(B / max(rho, 1) ** 0.5 / scale)
 
 
 def _accumulates(p: nn.Parameter) -> bool:
@@ -146,6 +177,11 @@ def _accumulates(p: nn.Parameter) -> bool:
         return True
 
 
+def _settled(U: Operator, dtype: torch.dtype) -> Operator:
+    kept = isinstance(U, Implicit | Windows) and U.G.dtype == torch.bfloat16 and U.G.is_cuda
+    return U if kept else U.to(dtype)
+
+
 def _gradients(U: Operator) -> Tensor:
     """The part of a captured U that is zero where the gradients of the outputs were."""
     return U.U if isinstance(U, Explicit) else U.G  # type: ignore[attr-defined]
@@ -155,7 +191,7 @@ def _positions(U: Operator) -> int:
     """κ of a captured U."""
     if isinstance(U, Lookup):
         return U.tokens.shape[1]
-    return U.rank if isinstance(U, Implicit) else 1
+    return U.rank if isinstance(U, Implicit | Windows) else 1
 
 
 @contextmanager
@@ -174,7 +210,7 @@ def added(U: Operator, V: Operator) -> Operator:
         return Lookup(torch.cat([U.tokens, V.tokens], 1), torch.cat([U.G, V.G], 1), U.vocabulary)
     if isinstance(U, Explicit) or isinstance(V, Explicit):
         return Explicit(U.explicit().U + V.explicit().U, U.shape)
-    P, R = (W.implicit() if isinstance(W, Lookup) else W for W in (U, V))
+    P, R = (W.implicit() if isinstance(W, Lookup | Windows) else W for W in (U, V))
     assert isinstance(P, Implicit) and isinstance(R, Implicit)
     return Implicit(torch.cat([P.G, R.G], 3), torch.cat([P.A, R.A], 3))
 
@@ -183,6 +219,9 @@ def stacked(parts: Sequence[Operator]) -> Operator:
     """[U_1, U_2, …], sample after sample: micro-batches of one step."""
     if len(parts) == 1:
         return parts[0]
+    if all(isinstance(U, Windows) and U.a.shape[1:] == parts[0].a.shape[1:] for U in parts):  # type: ignore[attr-defined]
+        return replace(parts[0], **{name: torch.cat([getattr(U, name) for U in parts]) for name in ("G", "a")})
+    parts = [U.implicit() if isinstance(U, Windows) else U for U in parts]
     if all(isinstance(U, Implicit) for U in parts):
         return Implicit(*(_padded_cat([getattr(U, name) for U in parts], dim=3) for name in ("G", "A")))
     if all(isinstance(U, Lookup) for U in parts):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seng.layers import ARRANGEMENTS, Kind, kind_of
-from seng.operators import Explicit, Implicit, Lookup, Operator, Shape
+from seng.operators import HALF, Explicit, Implicit, Lookup, Operator, Shape, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,11 @@ class Site:
         return self.segments[0].param
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The precision of its small matrices and of its directions."""
+        return torch.float64 if self.lead.dtype == torch.float64 else torch.float32
+
+    @property
     def factored(self) -> bool:
         return any(member.kind.factored for member in self.members)
 
@@ -101,8 +106,16 @@ class Site:
 
     def operator(self, active: tuple[Segment, ...], member: Member, a: Tensor, g: Tensor) -> Operator:
         """U of one call of one layer, unscaled: its columns are the captured per-sample gradients."""
-        seen = member.kind.rule(member.module, a, g)
         own = {s.param: s.name for s in active if getattr(member.module, s.name, None) is s.param}
+        if not member.kind.factored and a.is_floating_point():
+            a, g = a.to(wide(a.dtype)), g.to(wide(g.dtype))
+        elif g.dtype in HALF and a.is_floating_point():
+            a = a.to(g.dtype)  # as the layer itself took it
+        if member.kind.unfolded_later is not None and [own.get(s.param) for s in active] in (["weight"], ["weight", "bias"]):
+            later = member.kind.unfolded_later(member.module, a, g, len(active) - 1)
+            if later is not None:
+                return later
+        seen = member.kind.rule(member.module, a, g)
         if isinstance(seen, Lookup):
             widened = [seen.G if s.param in own else seen.G.new_zeros(*seen.G.shape[:2], s.shape[2]) for s in active]
             return Lookup(seen.tokens, torch.cat(widened, 2), seen.vocabulary)

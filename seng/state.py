@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from seng.operators import Explicit, Implicit, Independent, Lookup, Merged
+from seng.operators import HALF, Explicit, Implicit, Independent, Lookup, Merged, Windows
 from seng.sketch import Buckets, Dense, Identity, KroneckerSample, RowSample
 
 NESTED: tuple[type, ...] = (
-    *(Explicit, Implicit, Independent, Lookup, Merged),
+    *(Explicit, Implicit, Independent, Lookup, Merged, Windows),
     *(Buckets, Dense, Identity, KroneckerSample, RowSample),
 )
 TYPES = {t.__name__: t for t in NESTED}
@@ -44,6 +44,9 @@ def pack(value: Any, device: torch.device) -> dict[str, Any]:
 
 def unpack(state: Mapping[str, Any], kind: type[T], device: torch.device, dtype: torch.dtype) -> T:
     """The value that `pack` was given, on another device or in another precision if need be."""
+    if kind is Merged and "Q" in state:  # before 0.2 it was U = Q diag(√eigenvalues)
+        Y = (state["Q"] * state["eigenvalues"].sqrt()).T.contiguous()
+        state = {**state, "Y": Y, "scale": torch.ones((), dtype=Y.dtype)}
     values: dict[str, Any] = {}
     for f in fields(kind):  # type: ignore[arg-type]
         if not f.init:
@@ -54,7 +57,8 @@ def unpack(state: Mapping[str, Any], kind: type[T], device: torch.device, dtype:
             key = next(k for k in state if k.startswith(f"{f.name}:"))
             values[f.name] = unpack(state[key], TYPES[key.split(":")[1]], device, dtype)
         elif f.type == "Tensor":
-            values[f.name] = tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+            cast = tensor.is_floating_point() and tensor.dtype not in HALF
+            values[f.name] = tensor.to(device, dtype) if cast else tensor.to(device)
         else:
             plain = tensor.tolist()
             values[f.name] = tuple(plain) if isinstance(plain, list) else plain

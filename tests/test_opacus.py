@@ -68,7 +68,7 @@ def ours(
     scale = max(B, 1) ** 0.5 / (1 if loss_reduction == "mean" else max(B, 1))  # columns are u_i/√ϱ, of a loss that is a mean
     for index, site in enumerate(opt.preconditioner.sites):
         active = samples.active[index]
-        U = samples.take(index, torch.float64).scaled(scale).explicit().U
+        U = samples.take(index, 1 / scale).explicit().U
         assert U.shape[1] == B
         columns = [site.scatter(active, u) for u in U.T]
         for p in (segment.param for segment in active):
@@ -229,7 +229,7 @@ WRONG = {
 def test_a_wrong_rule_is_found(case: Case, wrong, monkeypatch):
     layer, x = case.layer(), case.input(5)
     kind = seng.layers.kind_of(layer)
-    monkeypatch.setitem(seng.layers.KINDS, kind.type, dataclasses.replace(kind, rule=WRONG[wrong](kind)))
+    monkeypatch.setitem(seng.layers.KINDS, kind.type, dataclasses.replace(kind, rule=WRONG[wrong](kind), unfolded_later=None))
     assert not agrees(x, layer)
     with pytest.raises(AssertionError, match="values do not match"):
         common.GradSampleHooks_test().run_test(x, layer)

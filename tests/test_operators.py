@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seng import numerics, operators
-from seng.operators import Explicit, Implicit, Independent, Lookup, Merged
+from seng.operators import Explicit, Implicit, Independent, Lookup, Merged, Windows
 from seng.samples import added, stacked
 
 
@@ -22,15 +22,29 @@ def lookup(samples=5, vocabulary=6, width=3, kappa=4) -> Lookup:
 
 
 def merged(n=12, k=3) -> Merged:
-    return Merged(torch.linalg.qr(torch.randn(n, k)).Q, torch.rand(k).sort(descending=True).values, (1, 4, 3))
+    return Merged(torch.randn(k, n), torch.rand(()), (1, 4, 3))
+
+
+def windows(samples=5, bias=0, stride=(2, 1), dilation=(1, 2)) -> Windows:
+    a = torch.randn(samples, 2, 6, 5)
+    out = torch.nn.functional.conv2d(a, torch.randn(3, 2, 3, 2), stride=stride, padding=(1, 2), dilation=dilation)
+    return Windows(torch.randn_like(out), a, (3, 2), stride, (1, 2), dilation, bias)
 
 
 def dense(U) -> torch.Tensor:
     """U entry by entry, from its definition."""
+    if isinstance(U, Windows):  # the gradient of ⟨G_i, conv(a_i)⟩, sample by sample
+        W, b = (
+            torch.zeros(U.G.shape[1], U.a.shape[1], *U.kernel, requires_grad=True),
+            torch.zeros(U.G.shape[1], requires_grad=True),
+        )
+        out = torch.nn.functional.conv2d(U.a, W, b, U.stride, U.padding, U.dilation)
+        pairs = [torch.autograd.grad((out[i] * U.G[i]).sum(), (W, b), retain_graph=True) for i in range(U.samples)]
+        return torch.stack([torch.cat([w.flatten(1), v[:, None]][: 1 + U.bias], 1).flatten() for w, v in pairs], 1)
     if isinstance(U, Explicit):
         return U.U
     if isinstance(U, Merged):
-        return U.Q @ torch.diag(U.eigenvalues.sqrt())
+        return U.Y.T.to(U.dtype) * U.scale
     columns = []
     for i in range(U.samples):
         u = torch.zeros(U.shape)
@@ -52,6 +66,8 @@ KINDS = {
     "implicit-one-sample": lambda: implicit(samples=1),
     "lookup": lookup,
     "merged": merged,
+    "windows": windows,
+    "windows-bias": lambda: windows(bias=1, stride=(1, 1), dilation=(1, 1)),
 }
 
 
@@ -71,7 +87,7 @@ def test_products_equal_the_dense_ones(U, chunk):
     torch.testing.assert_close(U.rmv(z), D.T @ z)
     torch.testing.assert_close(U.mv(c), D @ c)
     torch.testing.assert_close(U.gram(), D.T @ D)
-    torch.testing.assert_close(U.combine(V), D @ V)
+    torch.testing.assert_close(U.combine(V), (D @ V).T)
     torch.testing.assert_close(U.row_norms(), D.square().sum(1))
     torch.testing.assert_close(U.explicit().U, D)
 
@@ -157,24 +173,70 @@ def test_signs_of_the_factors_follow_the_convention():
     torch.testing.assert_close(V.G, W.G, rtol=1e-4, atol=1e-4)  # another test matrix, the same factors: signs included
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_merged_is_the_truncated_eigendecomposition(k):
-    Y = torch.randn(20, 5)
-    M = numerics.merged(Y, k, (1, 4, 5))
-    values, vectors = torch.linalg.eigh(Y @ Y.T)
-    torch.testing.assert_close(M.eigenvalues, values.flip(0)[:k])
-    torch.testing.assert_close(M.Q.T @ M.Q, torch.eye(k))
-    top = vectors.flip(1)[:, :k]
-    torch.testing.assert_close(M.Q @ M.Q.T, top @ top.T)
+def grams(decay: float, m=40, n=300) -> torch.Tensor:
+    U = torch.randn(3, n, m) * decay ** torch.arange(m)
+    return U.mT @ U
 
 
-def test_merged_of_a_singular_matrix_has_empty_columns():
-    Y = torch.randn(20, 2) @ torch.randn(2, 5)
-    M = numerics.merged(Y, 5, (1, 4, 5))
-    assert (M.eigenvalues[2:] == 0).all() and (M.Q[:, 2:] == 0).all()
-    torch.testing.assert_close(dense(M) @ dense(M).T, Y @ Y.T)
-    zero = numerics.merged(torch.zeros(6, 3), 3, (1, 2, 3))
-    assert zero.Q.isfinite().all() and (zero.eigenvalues == 0).all()
+@pytest.fixture(params=["eigh", "range finder"])
+def small_work(request, monkeypatch):
+    """Both ways of `spectrum` and `top`; a GPU takes the second above 32 × 32."""
+    monkeypatch.setattr(numerics, "_one_by_one", lambda K: request.param == "eigh")
+
+
+def test_spectrum_gives_orthonormal_leading_directions(small_work):
+    K = grams(0.7)
+    values, V = numerics.spectrum(K, 6, torch.Generator().manual_seed(0))
+    exact, W = torch.linalg.eigh(K)
+    torch.testing.assert_close(values, exact.flip(-1)[:, :6], rtol=0.01, atol=0)
+    torch.testing.assert_close(V.mT @ V, torch.eye(6).expand(3, 6, 6))
+    leading = W.flip(-1)[..., :6]
+    torch.testing.assert_close(V @ V.mT, leading @ leading.mT, rtol=0, atol=0.03)
+    torch.testing.assert_close(numerics.top(K), exact[:, -1], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.99])
+def test_what_spectrum_keeps_is_nearly_the_most_there_is(small_work, decay):
+    K = grams(decay)
+    _, V = numerics.spectrum(K, 8, torch.Generator().manual_seed(0))
+    kept = (V.mT @ K @ V).diagonal(dim1=1, dim2=2).sum(1)
+    most = torch.linalg.eigvalsh(K)[:, -8:].sum(1)
+    assert (kept <= most * (1 + 1e-9)).all() and (kept > 0.97 * most).all()
+
+
+def test_spectrum_of_singular_and_empty_grams(small_work):
+    U = torch.randn(20, 2) @ torch.randn(2, 40)
+    K = torch.stack([U.T @ U, torch.zeros(40, 40)])
+    values, V = numerics.spectrum(K, 5, torch.Generator().manual_seed(0))
+    assert V.isfinite().all() and (values[0, 2:] < 1e-9 * values[0, 0]).all() and (values[1] == 0).all()
+    Y = V[0].T @ U.T
+    torch.testing.assert_close(Y.T @ Y, U @ U.T)
+    torch.testing.assert_close(numerics.top(K), torch.linalg.eigvalsh(K)[:, -1])
+
+
+def test_truncation_errors_are_those_of_the_directions():
+    U, lam = torch.randn(60, 12) * 0.6 ** torch.arange(12), 0.02
+    K = (U.T @ U)[None]
+    _, V = numerics.spectrum(K, 12)
+    g = U.sum(1) / 12**0.5
+    exact = lam * naive.dense_direction(U @ U.T, g, lam)
+    errors = [
+        naive.relative_error(lam * naive.dense_direction((U @ V[0, :, :k]) @ (U @ V[0, :, :k]).T, g, lam), exact)
+        for k in (1, 4, 8, 12)
+    ]
+    found = numerics.truncation_errors(K, V, torch.tensor([lam]))[0, [0, 3, 7, 11]]
+    torch.testing.assert_close(found, torch.tensor(errors), rtol=1e-6, atol=1e-7)
+    assert errors[0] > 0.1 and errors[2] < errors[1]
+
+
+def test_a_basis_in_half_precision_rounds_each_direction_alike():
+    Y = torch.randn(6, 500) * 1e-20 * torch.logspace(2, 0, 6)[:, None]  # two orders of magnitude matter; see NEGLIGIBLE
+    U = Merged.of(Y.float(), (1, 50, 10), half=True)
+    assert U.Y.dtype == torch.float16 and U.dtype == torch.float32
+    for i, row in enumerate(dense(U).T.double()):
+        assert naive.relative_error(row, Y[i]) < 3e-4
+    torch.testing.assert_close(U.gram().double(), dense(U).double().T @ dense(U).double(), rtol=1e-5, atol=0)
+    assert Merged.of(torch.zeros(2, 8), (1, 4, 2), half=True).gram().eq(0).all()
 
 
 def test_cholesky_escalates_and_says_when_it_fails():
@@ -199,7 +261,5 @@ def test_eigh_of_graded_float32_grams_is_finite():
     for seed in range(40):
         torch.manual_seed(seed)
         Y = (torch.randn(200, 64) * torch.logspace(0, -30 + seed % 25, 64)).float()
-        M = numerics.merged(Y, 64, (1, 200, 1))
-        assert M.Q.isfinite().all() and M.eigenvalues.isfinite().all()
-        used = M.eigenvalues > 0
-        assert ((M.Q.T @ M.Q)[used][:, used] - torch.eye(int(used.sum()))).abs().max() < 0.2
+        values, V = numerics.eigh(Y.T @ Y)
+        assert values.isfinite().all() and ((V.T @ V) - torch.eye(64)).abs().max() < 1e-5

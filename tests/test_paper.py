@@ -1,16 +1,18 @@
 """One test per numbered equation of sections 2 and 3, named after it; where the paper prints a slip, the test says so."""
 
+from contextlib import nullcontext
+
 import naive
 import pytest
 import torch
 from torch import nn
 
 import seng
-from seng.block import build
 from seng.layers import kind_of
 from seng.numerics import reduced
 from seng.operators import Explicit, Implicit, Independent
 from seng.plan import Dims, Plan
+from seng.refresh import Job, build
 from seng.sketch import KroneckerRows, LeverageRows, Rows
 
 LAM = 0.3
@@ -44,7 +46,7 @@ def g(layer):
 def solve(U, g, form="explicit", sketch=None, rank=1000, combine="exact", seed=0):
     curvature = seng.Curvature(form=form, sketch=sketch, rank=rank, combine=combine, decay=0, relative_damping=False)
     plan = Plan(Dims("layer", U.shape, KAPPA, U.samples, None, 8), form, rank, "")
-    block = build(U, plan, curvature, torch.Generator().manual_seed(seed), None)
+    (block,) = build([Job(U, plan, LAM, False, None, torch.Generator().manual_seed(seed), nullcontext())], curvature)
     return block, block.solve(g, LAM) / LAM
 
 

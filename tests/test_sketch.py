@@ -1,13 +1,15 @@
 """Sketches: E ΩᵀΩ = I, products of sketched operators, error against size, and directions that never turn around."""
 
+from contextlib import nullcontext
+
 import naive
 import pytest
 import torch
 
 import seng
-from seng.block import build
 from seng.operators import Explicit, Implicit
 from seng.plan import Dims, Plan
+from seng.refresh import Job, build
 from seng.sketch import CountSketch, Gaussian, Identity, KroneckerRows, LeverageRows, Rows
 
 SKETCHES = {
@@ -106,7 +108,7 @@ def test_one_side_of_a_kronecker_sketch_may_cover_its_factor():
 def block_of(U, form, sketch, rank=1000, seed=11):
     curvature = seng.Curvature(form=form, sketch=sketch, rank=rank, decay=0)
     plan = Plan(Dims("layer", U.shape, 3, U.samples, None, 8), form, rank, "")
-    return build(U, plan, curvature, generator(seed), None)
+    return build([Job(U, plan, 1.0, False, None, generator(seed), nullcontext())], curvature)[0]
 
 
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])

@@ -1,13 +1,16 @@
-"""The networks our experiments train, written from their papers: ResNet (1512.03385), VGG (1409.1556), a small CNN for digits.
+"""The networks our experiments train, written from their papers: ResNet (1512.03385), VGG (1409.1556), GPT-2 (Radford et al.
+2019), ViT (2010.11929), and small CNNs.
 
 `resnet50` (v1.5) and `vgg16_bn` have torchvision's layers and initialisation; `resnet18` is the usual variant for 32×32
-images, with a 3×3 stem and no max pool.
+images, with a 3×3 stem and no max pool. Dimension 0 is the sample in every layer, as the library asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -104,6 +107,129 @@ def digits_cnn() -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(48 * 4 * 4, 10),
     )
+
+
+def small_cnn(classes: int = 10) -> nn.Sequential:
+    """For 32×32 images on a CPU: four convolutions and a linear layer, 150,954 parameters."""
+    return initialised(
+        nn.Sequential(
+            *conv_norm(3, 32, 3),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            *conv_norm(32, 64, 3),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            *conv_norm(64, 64, 3),
+            nn.ReLU(inplace=True),
+            *conv_norm(64, 128, 3),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(128 * 4 * 4, classes),
+        )
+    )
+
+
+class Attention(nn.Module):
+    """softmax(QKᵀ/√(width/heads))V, all heads at once."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to the same."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, heads, T, width/heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): the norms come first, as in GPT-2 and ViT."""
+
+    def __init__(self, width: int, attention: Attention, activation: nn.Module, eps: float) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width, eps), attention
+        self.norm2 = nn.LayerNorm(width, eps)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), activation, nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to the same."""
+        x = x + self.attention(self.norm1(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class GPT2(nn.Module):
+    """GPT-2 without its dropout: learned positions, and one matrix for the tokens going in and coming out."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, context: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        tanh = nn.GELU("tanh")
+        self.blocks = nn.Sequential(
+            *(TransformerBlock(width, Attention(width, heads, causal=True), tanh, 1e-5) for _ in range(layers))
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        normal_linears(self)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.01)
+        for name, p in self.named_parameters():  # what each of the 2·layers residual branches ends with
+            if name.endswith(("out.weight", "mlp.2.weight")):
+                nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) to logits (B, T, vocabulary)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # (B, T): the sample comes first
+        out: Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions))))
+        return out
+
+
+def gpt2(layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 50257, context: int = 1024) -> GPT2:
+    """The smallest GPT-2, 124,439,808 parameters; the vocabulary is not padded."""
+    return GPT2(layers, width, heads, vocabulary, context)
+
+
+class ViT(nn.Module):
+    """Patches and a class token through a transformer."""
+
+    def __init__(self, layers: int, width: int, heads: int, patch: int, size: int, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + 1, width))
+        self.blocks = nn.Sequential(
+            *(TransformerBlock(width, Attention(width, heads, causal=False), nn.GELU(), 1e-6) for _ in range(layers))
+        )
+        self.norm = nn.LayerNorm(width, 1e-6)
+        self.head = nn.Linear(width, classes)
+        normal_linears(self)
+        nn.init.normal_(self.positions, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, size, size) to (B, classes)."""
+        patches = self.patches(x).flatten(2).mT  # (B, T − 1, width)
+        x = torch.cat([self.class_token.expand(len(x), -1, -1), patches], 1) + self.positions
+        out: Tensor = self.head(self.norm(self.blocks(x)[:, 0]))
+        return out
+
+
+def vit_s16(classes: int = 1000, size: int = 224) -> ViT:
+    """ViT-S/16: 12 layers, 384 wide, 6 heads; 22,050,664 parameters."""
+    return ViT(12, 384, 6, 16, size, classes)
+
+
+def normal_linears(model: nn.Module) -> None:
+    """Weights from N(0, 0.02²) and biases 0, as GPT-2's code has it and ViT's nearly."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=0.02)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
 
 
 def initialised(model: nn.Sequential) -> nn.Sequential:

@@ -1,0 +1,6 @@
+"""`python -m seng` is `seng`."""
+
+from seng.cli import main
+
+if __name__ == "__main__":
+    main()

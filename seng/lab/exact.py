@@ -1,0 +1,185 @@
+"""The exact direction of a batch, to measure an approximate one against: float64, every sample, nothing truncated.
+
+    d = g − U(λI + K)⁻¹Uᵀg,   K = UᵀU,   λ = damping × the largest eigenvalue of K, or damping itself
+
+site by site, from the inputs and output gradients of the very backward that made g. It shares the layer rules with the library
+and none of its curvature: no plan, no form, no rank, no solver.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from seng.operators import Operator
+from seng.sites import Member, Site, survey
+
+Directions = dict[nn.Parameter, Tensor]
+
+
+class Watch:
+    """Keeps what every covered layer of a model sees in one backward, until `remove`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.sites: list[Site] = survey(model, self.params)[0]
+        self.calls: dict[int, list[tuple[Member, Tensor, Tensor]]] = {i: [] for i in range(len(self.sites))}
+        self._hooks = [
+            member.module.register_forward_hook(self._hook(i, member))
+            for i, site in enumerate(self.sites)
+            for member in site.members
+        ]
+
+    def _hook(self, index: int, member: Member) -> Any:
+        def seen(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            a, version = inputs[0].detach(), inputs[0]._version
+
+            def keep(g: Tensor) -> None:
+                if a._version != version:
+                    raise RuntimeError(f"the input of {member.name} was overwritten after it was used")
+                self.calls[index].append((member, a, g.detach().clone()))
+
+            if output.grad_fn is not None:  # to look at it makes it: after the library's tap, a view's hook would crash without
+                output.register_hook(keep)
+
+        return seen
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def direction(self, damping: float, relative: bool = True, samples: int | None = None) -> Directions:
+        """d in float64 for every gradient; what was seen is let go, site by site. `samples`: ϱ, the first so many."""
+        grads = {p: p.grad for p in self.params if p.grad is not None}
+        counts = Counter(len(member.sample_first(a, g)[0]) for calls in self.calls.values() for member, a, g in calls)
+        B = counts.most_common(1)[0][0]
+        out = {p: g.double() for p, g in grads.items()}  # where there is no site, d = g
+        for index, site in enumerate(self.sites):
+            calls, self.calls[index] = self.calls[index], []
+            arranged = [(member, *member.sample_first(a, g)) for member, a, g in calls]
+            if not arranged or any(len(a) != B for _, a, _ in arranged):
+                continue
+            active = site.active()
+            g = site.gather(active, grads, torch.float64)
+            d = exact(site, arranged, g, min(B, samples or B), damping, relative)
+            out |= {p: part for p, part in site.scatter(active, d).items() if p in grads}
+        return out
+
+
+def exact(
+    site: Site, calls: list[tuple[Member, Tensor, Tensor]], g: Tensor, rho: int, damping: float, relative: bool
+) -> Tensor:
+    """d (n,) of one site, in the precision of g (n,)."""
+    parts = [site.operator(site.active(), member, _like(a, g), _like(y, g)) for member, a, y in calls]
+    B = len(calls[0][1])
+    scale = B / rho**0.5  # with a mean loss u_i = B × captured, and the columns of U are u_i/√ϱ
+    U = parts[0] if len(parts) == 1 else Columns(parts, B, g)
+    K = scale**2 * U.gram()[:rho, :rho]
+    lam = damping * (torch.linalg.eigvalsh(K)[-1] if relative else 1.0)
+    if lam <= 0:
+        return g
+    b = torch.linalg.solve(K + lam * torch.eye(rho, dtype=K.dtype, device=K.device), scale * U.rmv(g)[:rho])
+    d: Tensor = g - scale * U.mv(torch.cat([b, b.new_zeros(B - rho)]))
+    return d
+
+
+class Columns:
+    """Σ of several calls, sample by sample, column by column: a layer used twice, or a tied weight."""
+
+    def __init__(self, parts: Sequence[Operator], B: int, like: Tensor) -> None:
+        self.columns = like.new_zeros(B, len(like))  # Uᵀ
+        for part in parts:
+            for rows, X in part.rows():
+                self.columns[:, rows] += X
+
+    def gram(self) -> Tensor:
+        """UᵀU."""
+        return self.columns @ self.columns.T
+
+    def rmv(self, z: Tensor) -> Tensor:
+        """Uᵀz."""
+        return self.columns @ z
+
+    def mv(self, c: Tensor) -> Tensor:
+        """Uc."""
+        return self.columns.T @ c
+
+
+def _like(x: Tensor, g: Tensor) -> Tensor:
+    """In the precision of g; tokens stay integers."""
+    return x.to(g.dtype) if x.is_floating_point() else x
+
+
+@torch.no_grad()
+def observed(optimizer: Optimizer, params: list[nn.Parameter]) -> Directions:
+    """The direction an optimizer takes from the gradients that are there: it steps from 0 with lr 1, so nothing is rounded.
+
+    To be built with lr=1, momentum=0 and weight_decay=0. The weights are lost.
+    """
+    for p in params:
+        p.zero_()
+    optimizer.step()
+    return {p: -p.double() for p in params}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How near a direction d is to the exact one, and both to the gradient g; `worst_…`: the layer where it is worst."""
+
+    error: float  # ‖d − exact‖ / ‖exact‖, over the network
+    cosine: float
+    worst_error: float
+    worst_error_layer: str
+    worst_cosine: float
+    worst_cosine_layer: str
+    cosine_to_gradient: float
+    norm_to_gradient: float  # ‖d‖ / ‖g‖
+    exact_cosine_to_gradient: float
+    exact_norm_to_gradient: float
+
+
+def compare(sites: list[Site], got: Directions, want: Directions, grads: Mapping[nn.Parameter, Tensor]) -> Quality:
+    """`got` against `want`."""
+    layers = [(site.name, [s.param for s in site.active() if s.param in want]) for site in sites]
+    layers = [(name, params) for name, params in layers if any(bool(want[p].any()) for p in params)]
+    errors = {name: _error(got, want, params) for name, params in layers}
+    cosines = {name: _cosine(got, want, params) for name, params in layers}
+    everything = list(want)
+    far, turned = max(errors, key=lambda name: errors[name]), min(cosines, key=lambda name: cosines[name])
+    return Quality(
+        _error(got, want, everything),
+        _cosine(got, want, everything),
+        errors[far],
+        far,
+        cosines[turned],
+        turned,
+        _cosine(got, grads, everything),
+        _ratio(got, grads, everything),
+        _cosine(want, grads, everything),
+        _ratio(want, grads, everything),
+    )
+
+
+def _dot(x: Mapping[nn.Parameter, Tensor], y: Mapping[nn.Parameter, Tensor], params: list[nn.Parameter]) -> float:
+    return float(sum((x[p].double() * y[p].double()).sum() for p in params))
+
+
+def _cosine(x: Mapping[nn.Parameter, Tensor], y: Mapping[nn.Parameter, Tensor], params: list[nn.Parameter]) -> float:
+    both = (_dot(x, x, params) * _dot(y, y, params)) ** 0.5
+    return _dot(x, y, params) / both if both else float("nan")
+
+
+def _ratio(x: Mapping[nn.Parameter, Tensor], y: Mapping[nn.Parameter, Tensor], params: list[nn.Parameter]) -> float:
+    return float((_dot(x, x, params) / _dot(y, y, params)) ** 0.5)
+
+
+def _error(x: Mapping[nn.Parameter, Tensor], y: Mapping[nn.Parameter, Tensor], params: list[nn.Parameter]) -> float:
+    return _ratio({p: x[p].double() - y[p].double() for p in params}, y, params)

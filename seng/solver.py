@@ -1,0 +1,272 @@
+"""How a step solves with its blocks: all that `kernels` can serve at once, the others one by one, recorded as a CUDA graph.
+
+On a GPU a small network's step is bound by launches, and a block solved by itself takes a dozen of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seng.block import Block
+from seng.diagnostics import compare, compare_energies
+from seng.kernels import Grouped, Hyper, Item, Piece, available, fits
+from seng.layers import ROWS
+from seng.operators import Explicit, Merged, Windows
+from seng.sites import Segment, Site
+from seng.sketch import Identity
+
+Gradients = Mapping[nn.Parameter, Tensor]
+Compared = Callable[[], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Solve:
+    """One block at one step."""
+
+    site: Site
+    active: tuple[Segment, ...]  # what it was built over
+    block: Block
+    lam: Tensor
+    inverse: Tensor  # (λI + K)⁻¹
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [segment.param for segment in self.active]
+
+    def __call__(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
+        """λ(M + λI)⁻¹g, for the parameters that have a gradient."""
+        parts = self._parts(grads)
+        if parts is not None:
+            return dict(zip(self.params, self._by_parts(*parts), strict=True))
+        d = self.block.direction(self.site.gather(self.active, grads, self.block.gram.dtype), self.lam, self.inverse)
+        return {p: part.to(p.dtype) for p, part in self.site.scatter(self.active, d).items() if p in grads}
+
+    def compared(self, grads: Gradients) -> tuple[Tensor, Tensor]:
+        """cos(g, d) and ‖d‖/‖g‖."""
+        parts = self._parts(grads)
+        if parts is None:
+            g = self.site.gather(self.active, grads, self.block.gram.dtype)
+            return compare(g, self.block.attempt(g, self.lam, self.inverse)[0])
+        U, *gradients = parts
+        c = U.against(*gradients).to(self.inverse.dtype)
+        return compare_energies(torch.stack(torch._foreach_norm(gradients)).square().sum(), self.inverse @ c, c, self.lam)
+
+    def _parts(self, grads: Gradients) -> tuple[Windows, *tuple[Tensor, ...]] | None:
+        """U and the gradients of weight and bias, where they need not be laid side by side, which would copy them."""
+        U = self.block.U
+        if not isinstance(U, Windows) or not isinstance(self.block.omega, Identity) or U.dtype != torch.float32:
+            return None
+        fine = all(p in grads and grads[p].dtype == torch.float32 for p in self.params)
+        return (U, *(grads[p] for p in self.params)) if fine else None
+
+    def _by_parts(self, U: Windows, weight: Tensor, bias: Tensor | None = None) -> list[Tensor]:
+        b = self.inverse @ U.against(weight, bias).to(self.inverse.dtype)
+        fine = b.isfinite().all()
+        self.block.failures += ~fine
+        W, v = U.combined(torch.where(fine, b, 0).to(U.dtype), minus=weight.flatten(1))
+        return [W.view_as(weight)] if bias is None or v is None else [W.view_as(weight), bias - v]
+
+
+class Recorded:
+    """Solves as one launch: a CUDA graph over copies of the gradients, or over the gradients where they are large."""
+
+    def __init__(self, solves: Sequence[Solve], grads: Gradients) -> None:
+        self.addresses = fixed(solves, grads)
+        params = [p for solve in solves for p in solve.params if p in grads]
+        self.copies = {p: torch.empty_like(p, dtype=grads[p].dtype, requires_grad=False) for p in params if _copied(p)}
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.out = {p: d for solve in solves for p, d in solve({**grads, **self.copies}).items()}
+            if self.copies:  # d takes the place of the copy
+                torch._foreach_copy_(list(self.copies.values()), [self.out[p] for p in self.copies])
+                self.out |= self.copies
+
+    def __call__(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
+        """What it gives holds until the next call."""
+        if self.copies:
+            torch._foreach_copy_(list(self.copies.values()), [grads[p] for p in self.copies])
+        self.graph.replay()
+        return self.out
+
+
+def _copied(p: Tensor) -> bool:
+    return p.numel() <= 2**22
+
+
+def fixed(solves: Sequence[Solve], grads: Gradients) -> list[int]:
+    """Where the gradients lie that a graph would read in place."""
+    return [grads[p].data_ptr() for solve in solves for p in solve.params if p in grads and not _copied(p)]
+
+
+class OneByOne:
+    """Solves one after the other; on a GPU from the second call on as a graph."""
+
+    def __init__(self, solves: Sequence[Solve]) -> None:
+        self.solves = list(solves)
+        self.seen: list[list[int]] = []
+        self.graphs: list[Recorded] = []
+
+    def __call__(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
+        """d for the parameters of these blocks."""
+        if not self.solves or not self.solves[0].site.lead.is_cuda or torch.compiler.is_compiling():
+            return self._one_by_one(grads)
+        now = fixed(self.solves, grads)
+        graph = next((graph for graph in self.graphs if graph.addresses == now), None)
+        whole = all(p in grads for solve in self.solves for p in solve.params)
+        if graph is None and whole and now in self.seen and len(self.graphs) < MOST and not _capturing():
+            graph = Recorded(self.solves, grads)
+            self.graphs.append(graph)
+        if graph is not None and whole:
+            return graph(grads)
+        self.seen = [*self.seen[-MOST:], now]
+        return self._one_by_one(grads)
+
+    def _one_by_one(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
+        return {p: d for solve in self.solves for p, d in solve(grads).items()}
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+MOST = 3  # graphs of one set of blocks; their results take memory
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a step solves with."""
+
+    alone: OneByOne = field(default_factory=lambda: OneByOne([]))
+    grouped: Grouped | None = None
+    members: list[Solve] = field(default_factory=list)  # the grouped blocks
+    params: list[nn.Parameter] = field(default_factory=list)  # theirs, in order; then those that only take their update there
+
+    def directions(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
+        """λ(M + λI)⁻¹g; the gradient itself where there is no block."""
+        out = dict(grads) | self.alone(grads)
+        if self.grouped is not None:
+            out |= zip(self.params, self.grouped.directions([out[p] for p in self.params]), strict=True)
+        return out
+
+    def compared(self, solves: Sequence[Solve], grads: Gradients) -> list[Compared]:
+        """cos(g, d) and ‖d‖/‖g‖ for some of them, to be worked out when they are asked for."""
+        found: dict[int, Compared] = {}
+        if self.grouped is not None:
+            gradients = [grads[p] for p in self.params]
+            norms = dict(zip(self.params, torch._foreach_norm(gradients), strict=True))
+            for solve, cut in zip(self.members, self.grouped.projections(gradients), strict=False):
+                found[id(solve.block)] = partial(_energies, solve, [norms[p] for p in solve.params], cut)
+        for solve in solves:
+            if id(solve.block) not in found:
+                found[id(solve.block)] = partial(_given, solve.compared(grads))
+        return [found[id(solve.block)] for solve in solves]
+
+
+class Quick:
+    """A step of SGD with everything at hand: the parameters that the kernels serve, their momenta and their groups."""
+
+    def __init__(self, ready: Ready, group_of: list[int], states: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        self.ready, self.group_of, self.states, self.groups = ready, group_of, states, groups
+
+    def step(self, grads: list[Tensor], all_grads: Gradients | None) -> dict[nn.Parameter, Tensor]:
+        """Update the parameters in place; the directions of blocks that are solved one by one."""
+        ready = self.ready
+        assert ready.grouped is not None
+        alone: dict[nn.Parameter, Tensor] = {}
+        if ready.alone.solves:
+            alone = ready.alone(all_grads or dict(zip(ready.params, grads, strict=True)))
+            grads = [alone.get(p, g) for p, g in zip(ready.params, grads, strict=True)]
+        names = ("momentum", "weight_decay", "nesterov", "maximize")
+        hyper = [Hyper(float(group["lr"]), *(group[name] for name in names)) for group in self.groups]
+        buffers: list[Tensor | None] = [None] * len(grads)
+        if any(h.momentum for h in hyper):
+            entries = zip(self.states, ready.params, self.group_of, strict=True)
+            buffers = [_buffer(state, p) if hyper[i].momentum else None for state, p, i in entries]
+        ready.grouped.update(grads, buffers, hyper, self.group_of)
+        return alone
+
+
+def _buffer(state: dict[str, Any], p: nn.Parameter) -> Tensor:
+    """The momentum of a parameter, laid out in memory as the parameter is."""
+    buffer: Tensor | None = state.get("momentum_buffer")
+    if buffer is None or buffer.stride() != p.stride():
+        buffer = torch.zeros_like(p) if buffer is None else torch.empty_like(p).copy_(buffer)
+        state["momentum_buffer"] = buffer
+    return buffer
+
+
+def _given(numbers: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return numbers
+
+
+def _energies(solve: Solve, norms: Sequence[Tensor], cut: Compared) -> tuple[Tensor, Tensor]:
+    """From Yg and b of the kernels, U = scale·Yᵀ."""
+    c, b = cut()
+    U = solve.block.U
+    scale = U.scale if isinstance(U, Merged) else 1
+    return compare_energies(torch.stack(list(norms)).square().sum(), b / scale, c * scale, solve.lam)
+
+
+def sort(solves: Sequence[Solve], grads: Gradients, updates: bool) -> Ready:
+    """The blocks of a step by how they are solved; with `updates` the kernels update all other parameters too."""
+    if not solves or not available(solves[0].site.lead.device):
+        return Ready(OneByOne(solves))
+    cores = _cores(solves)
+    whole = [s for s in solves if all(p in grads for p in s.params)]
+    found = {id(s): _item(s, cores[id(s)]) for s in whole}
+    items = {key: item for key, item in found.items() if item is not None and fits(item)}
+    members = [s for s in solves if id(s) in items]
+    params = [p for s in members for p in s.params]
+    plain: list[Item] = []
+    if updates:
+        inside = set(params)
+        none = torch.zeros((), dtype=torch.int64, device=solves[0].site.lead.device)
+        dtype = next((item.Y.dtype for item in items.values()), torch.float32)  # of one kind with the others
+        plain = [item for p in grads if p not in inside and fits(item := _plain(p, dtype, none))]
+        params += [item.pieces[0].param for item in plain]  # type: ignore[misc]
+    if not items:
+        return Ready(OneByOne(solves))
+    grouped = Grouped([*items.values(), *plain])
+    return Ready(OneByOne([s for s in solves if id(s) not in items]), grouped, members, params)
+
+
+def _plain(p: nn.Parameter, dtype: torch.dtype, none: Tensor) -> Item:
+    """A parameter whose direction is its gradient: a block of no columns."""
+    rows = p.shape[0] if p.dim() > 1 else 1
+    Y = torch.empty(0, p.numel(), dtype=dtype, device=p.device)
+    return Item(Y, rows, (Piece(p, 0, p.numel() // max(1, rows)),), torch.empty(0, 0, device=p.device), none)
+
+
+def _item(s: Solve, core: Tensor) -> Item | None:
+    """A block as the kernels take it; None where they cannot."""
+    U = s.block.U
+    plain = isinstance(s.block.omega, Identity) and all(segment.owner.kind.layout[0] in ROWS for segment in s.active)
+    if not plain or not isinstance(U, Merged | Explicit):
+        return None
+    h, n_G, _ = s.site.shape(s.active)
+    pieces: list[Piece] = []
+    column = 0
+    for segment in s.active:
+        pieces.append(Piece(segment.param, column, segment.shape[2]))
+        column += segment.shape[2]
+    return Item(U.Y if isinstance(U, Merged) else U.U.T, h * n_G, tuple(pieces), core, s.block.failures)
+
+
+def _cores(solves: Sequence[Solve]) -> dict[int, Tensor]:
+    """C of d = g − Yᵀ(C(Yg)) for U = scale·Yᵀ, those of one size at once."""
+    sizes: dict[int, list[Solve]] = {}
+    for s in solves:
+        sizes.setdefault(len(s.inverse), []).append(s)
+    out: dict[int, Tensor] = {}
+    one = torch.ones((), device=solves[0].inverse.device)
+    for same in sizes.values():
+        scale = torch.stack([s.block.U.scale if isinstance(s.block.U, Merged) else one for s in same]).double()
+        C = torch.stack([s.inverse for s in same]) * scale.square()[:, None, None]
+        out |= zip(map(id, same), C.float().unbind(), strict=True)
+    return out
