@@ -132,8 +132,7 @@ class _Upload:
 
     def __call__(self, values: list[Any]) -> Tensor:
         if self.table is None or values != self.values:
-            sent = send(torch.tensor([*values, 0], dtype=self.dtype), self.device)  # 0: the last has no second piece
-            self.table = sent if self.table is None or len(sent) != len(self.table) else self.table.copy_(sent)
+            self.table = send(torch.tensor([*values, 0], dtype=self.dtype), self.device, self.table)  # 0: no second piece
             self.values = values
         return self.table
 
@@ -295,15 +294,17 @@ class _Kind:
 
     def __init__(self, items: list[tuple[int, int, Item]], device: torch.device) -> None:
         """Each item with its number and that of its first parameter."""
-        tiles, spans, slices, blocks = [], [], [], []
+        spans, slices, blocks = [], [], []
+        counts: list[int] = []
+        starts: list[int] = []
+        ks: list[int] = []
         numbers = sums = b = 0
         self.items = [number for number, _, _ in items]
         self.places: list[tuple[int, int, int, int]] = []  # of each block in `sums` (first, spans) and in `b` (first, k)
         for block, (_, param, item) in enumerate(items):
             k, n = item.Y.shape
             count = -(-n // TILE)
-            number = torch.arange(count)
-            tiles.append(torch.stack([torch.full_like(number, block), number, numbers + k * number], 1))
+            counts, starts, ks = [*counts, count], [*starts, numbers], [*ks, k]
             blocks.append(_row(item, param, sums, -(-count // SPAN), b))
             for first in range(0, count, SPAN):
                 for j in range(0, k, COLUMNS):
@@ -312,7 +313,9 @@ class _Kind:
             slices += [[block, j] for j in range(0, k, COLUMNS)]
             self.places.append((sums - k * -(-count // SPAN), -(-count // SPAN), b, k))
             numbers, b = numbers + k * count, b + k
-        self.tiles = send(torch.cat(tiles), device)
+        of, counted = torch.repeat_interleave(torch.tensor(counts)), torch.tensor(counts)
+        number = torch.arange(len(of)) - (counted.cumsum(0) - counted)[of]
+        self.tiles = send(torch.stack([of, number, torch.tensor(starts)[of] + torch.tensor(ks)[of] * number], 1), device)
         self.spans, self.slices, self.blocks = (send(torch.tensor(rows), device) for rows in (spans, slices, blocks))
         self.partial, self.sums, self.b = (torch.empty(size, dtype=torch.float32, device=device) for size in (numbers, sums, b))
         Y, p = items[0][2].Y, items[0][2].pieces[0].param

@@ -529,11 +529,12 @@ class Merged(Operator):
     layout: Shape
 
     @classmethod
-    def of(cls, Y: Tensor, layout: Shape, half: bool = False) -> Self:
-        """UUᵀ = YᵀY for Y (k, n)."""
+    def of(cls, Y: Tensor, layout: Shape, half: bool = False, length: Tensor | None = None) -> Self:
+        """UUᵀ = YᵀY for Y (k, n), whose length, the root of the sum of its squares, may be known."""
         if not half:
             return cls(Y, torch.ones((), dtype=Y.dtype, device=Y.device), layout)
-        scale = torch.linalg.vector_norm(Y).div_(max(1, Y.numel()) ** 0.5).clamp_min_(torch.finfo(Y.dtype).tiny)
+        length = torch.linalg.vector_norm(Y).clamp_min_(torch.finfo(Y.dtype).tiny) if length is None else length
+        scale = length / max(1, Y.numel()) ** 0.5
         return cls(torch.div(Y, scale, out=torch.empty_like(Y, dtype=torch.float16)), scale, layout)
 
     @property

@@ -164,7 +164,8 @@ class SENG(Optimizer):
         inside = set(ready.params)
         rest = [p for p in grads if p not in inside]
         quick = Quick(ready, [group_of[p] for p in ready.params], [self.state[p] for p in ready.params], self.param_groups)
-        alone = quick.step([grads[p] for p in ready.params], grads)
+        alone = ready.alone(grads)
+        quick.step([grads[p] for p in ready.params], alone)
         self._quick = None if rest else quick
         return {p: alone[p] if p in alone else grads[p] for p in rest}
 
@@ -178,7 +179,7 @@ class SENG(Optimizer):
         if not same or any(g is None for g in grads) or sum(len(g["params"]) for g in quick.groups) != len(grads):
             self._quick = None
             return False
-        quick.step(grads, None)  # type: ignore[arg-type]
+        quick.step(grads)  # type: ignore[arg-type]
         engine.advance()
         return True
 

@@ -27,7 +27,7 @@ from seng.sketch import Identity, Omega
 from seng.staging import send
 
 TOLERANCE = 0.03  # relative error of the direction that dropping directions may cause
-NEGLIGIBLE = 0.01  # of λ: averaged curvature drops eigenvalues below it, which change a direction by less than 1 %
+NEGLIGIBLE = 1e-3  # of λ: averaged curvature drops eigenvalues below it, which change a direction by less than a thousandth
 
 
 @dataclass
@@ -46,6 +46,8 @@ class Job:
     top: Tensor = field(init=False)  # its largest eigenvalue
     values: Tensor = field(init=False)  # its leading eigenvalues
     V: Tensor = field(init=False)  # and directions
+    small: Tensor | None = field(init=False, default=None)  # VᵀKV: the Gram of UV
+    lengths: Tensor = field(init=False)  # of UV_k for every k, and of U at the end
     stacked: tuple[Merged, Merged] = field(init=False)  # the old basis and the new one
     error: Tensor | None = field(init=False, default=None)
 
@@ -71,10 +73,10 @@ class Job:
             Y = self.U.combine(self.V[:, :k].to(self.U.dtype))
             sketched = not isinstance(self.omega, Identity)
             self.error = deviation(Y, self.values[:k].to(Y.dtype)) if sketched else self.error
-            self._keep(Y)
+            self._keep(Y, None if sketched else k)
             self.top = top(self.gram[None])[0] if sketched else self.top
         elif self.plan.otherwise is None:
-            self._keep(self.U.explicit().U.T)
+            self._keep(self.U.explicit().U.T, None)
         elif self.plan.otherwise == "explicit":
             self.U = self.U.explicit()
 
@@ -92,22 +94,29 @@ class Job:
         old, new = self.stacked
         W = self.V[:, :k].to(old.dtype)
         if not self.half:
-            return self._keep(old.combine(W[: old.samples]) + new.combine(W[old.samples :]))
+            return self._keep(old.combine(W[: old.samples]) + new.combine(W[old.samples :]), None)
         scale = torch.maximum(old.scale, new.scale)
         W = torch.cat([W[: old.samples] * (old.scale / scale), W[old.samples :] * (new.scale / scale)]).T.to(torch.float16)
         Y = torch.mm(W[:, : old.samples].contiguous(), old.Y.to(torch.float16))
         Y.addmm_(W[:, old.samples :].contiguous(), new.Y)  # orthonormal combinations of numbers of size 1: no overflow
         self.U = Merged(Y, scale, self.U.shape)
-        self.gram = self.U.gram()
+        assert self.small is not None
+        self.gram = self.small[:k, :k]
 
-    def _keep(self, Y: Tensor) -> None:
-        self.U, self.omega = Merged.of(Y, self.U.shape, self.half), Identity()
-        self.gram = self.U.gram()
+    def _keep(self, Y: Tensor, k: int | None) -> None:
+        """Y (k, n) becomes U; where it is known to be UV_k, its length and its Gram are known too, up to rounding."""
+        shape, self.omega = self.U.shape, Identity()
+        if k is None or not self.half or self.small is None:
+            self.U = Merged.of(Y, shape, self.half)
+            self.gram = self.U.gram()
+        else:
+            self.U = Merged.of(Y, shape, self.half, self.lengths[k - 1])
+            self.gram = self.small[:k, :k]
 
     def block(self, relative: bool) -> Block:
         """The finished block."""
         if self.half and isinstance(self.U, Explicit) and isinstance(self.omega, Identity):
-            self._keep(self.U.U.T)
+            self.U = Merged.of(self.U.U.T, self.U.shape, True, self.lengths[-1])
         block = Block(self.U, self.omega, self.gram, self.top.to(self.gram.dtype), relative)
         block.sketch_error = self.error
         return block
@@ -147,24 +156,26 @@ def _choices(jobs: Sequence[Job], curvature: Curvature) -> Tensor:
     tops = top(K)
     fine = tops.isfinite()
     K = torch.where(fine[:, None, None], K, 0)
-    for job, largest in zip(jobs, tops.to(K.dtype).unbind(), strict=True):
-        job.top = largest
+    for job, largest, size in zip(jobs, tops.to(K.dtype).unbind(), _lengths(K).unbind(), strict=True):
+        job.top, job.lengths = largest, size[-1:]
     m = K.shape[-1]
     ranks = [min(job.plan.rank, m) if job.plan.form == "merged" else m for job in jobs]
     widest = max((rank for rank in ranks if rank < m), default=0)
     chosen = _sent(ranks, K)
     if widest:
         values, V = spectrum(K, widest, jobs[0].generator)
-        for job, seen, directions in zip(jobs, values.unbind(), V.unbind(), strict=True):
-            job.values, job.V = seen, directions
+        small, V = (V.mT @ K.to(V.dtype) @ V).to(K.dtype), V.to(K.dtype)
+        parts = values.unbind(), V.unbind(), small.unbind(), torch.cat([_lengths(small), _lengths(K)[:, -1:]], 1).unbind()
+        for job, *found in zip(jobs, *parts, strict=True):
+            job.values, job.V, job.small, job.lengths = found
         if not curvature.averaging and K.dtype != torch.float64:
             lam = _sent([job.damping for job in jobs], tops)
             lam = lam * tops if curvature.relative_damping else lam
             enough = truncation_errors(K, V, torch.where(lam > 0, lam, 1)) <= TOLERANCE
             first = torch.where(enough.any(1), enough.int().argmax(1) + 1, m)  # m: not even `widest` directions are enough
-            first = (first + 7) // 8 * 8  # in eights, so that few sizes come up
+            rounded = torch.minimum(2 ** first.clamp_min(8).log2().ceil().long(), chosen)  # so that few sizes come up
             exact = _sent([job.plan.otherwise is not None for job in jobs], K).bool()
-            chosen = torch.where(chosen < m, torch.where(exact & (first > chosen), m, torch.minimum(first, chosen)), chosen)
+            chosen = torch.where(chosen < m, torch.where(exact & (first > chosen), m, rounded), chosen)
     return torch.where(fine, chosen, -1)
 
 
@@ -177,16 +188,22 @@ def _average(jobs: Sequence[Job], curvature: Curvature) -> None:
     for same in groups:
         K = torch.stack([job.gram for job in same])
         values, W = spectrum(K, max(job.plan.rank for job in same), same[0].generator)
-        tops = top(K)
+        tops, small = top(K), (W.mT @ K.to(W.dtype) @ W).to(K.dtype)
         lam = _sent([job.damping for job in same], tops)
         lam = lam * tops if curvature.relative_damping else lam
         counts.append((values >= (NEGLIGIBLE * lam[:, None] if K.dtype != torch.float64 else 0)).sum(1))
-        for job, largest, directions in zip(same, tops.to(K.dtype).unbind(), W.unbind(), strict=True):
-            job.top, job.V = largest, directions
+        for job, *found in zip(same, tops.to(K.dtype).unbind(), W.to(K.dtype).unbind(), small.unbind(), strict=True):
+            job.top, job.V, job.small = found
     for same, numbers in zip(groups, _read(counts), strict=True):
         for job, count in zip(same, numbers, strict=True):
             with job.timer:
                 job.truncate(max(1, min(count, job.plan.rank)))
+
+
+def _lengths(K: Tensor) -> Tensor:
+    """(Σ_{j≤k} K_jj)^½ (L, m) for k = 1 … m; 1 where it is 0, since it is divided by."""
+    squares = K.diagonal(dim1=-2, dim2=-1).cumsum(-1)
+    return torch.where(squares > 0, squares, 1).sqrt()
 
 
 def _sent(numbers: Sequence[float], like: Tensor) -> Tensor:

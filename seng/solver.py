@@ -96,7 +96,7 @@ class Recorded:
 
 
 def _copied(p: Tensor) -> bool:
-    return p.numel() <= 2**22
+    return p.numel() <= 2**27
 
 
 def fixed(solves: Sequence[Solve], grads: Gradients) -> list[int]:
@@ -173,23 +173,26 @@ class Quick:
 
     def __init__(self, ready: Ready, group_of: list[int], states: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         self.ready, self.group_of, self.states, self.groups = ready, group_of, states, groups
+        self.buffers: list[Tensor | None] = []
+        position = {p: i for i, p in enumerate(ready.params)}
+        self.places = [position[p] for solve in ready.alone.solves for p in solve.params if p in position]
 
-    def step(self, grads: list[Tensor], all_grads: Gradients | None) -> dict[nn.Parameter, Tensor]:
-        """Update the parameters in place; the directions of blocks that are solved one by one."""
+    def step(self, grads: list[Tensor], alone: Gradients | None = None) -> None:
+        """Update the parameters in place; `alone` has the directions of blocks solved one by one, if they are known."""
         ready = self.ready
         assert ready.grouped is not None
-        alone: dict[nn.Parameter, Tensor] = {}
-        if ready.alone.solves:
-            alone = ready.alone(all_grads or dict(zip(ready.params, grads, strict=True)))
-            grads = [alone.get(p, g) for p, g in zip(ready.params, grads, strict=True)]
-        names = ("momentum", "weight_decay", "nesterov", "maximize")
-        hyper = [Hyper(float(group["lr"]), *(group[name] for name in names)) for group in self.groups]
-        buffers: list[Tensor | None] = [None] * len(grads)
-        if any(h.momentum for h in hyper):
+        if self.places:
+            alone = alone or ready.alone({ready.params[i]: grads[i] for i in self.places})
+            grads = list(grads)
+            for i in self.places:
+                grads[i] = alone[ready.params[i]]
+        hyper = [Hyper(float(h["lr"]), h["momentum"], h["weight_decay"], h["nesterov"], h["maximize"]) for h in self.groups]
+        buffers = [state.get("momentum_buffer") for state in self.states]
+        known = len(self.buffers) == len(buffers) and all(a is b for a, b in zip(buffers, self.buffers, strict=True))
+        if any(h.momentum for h in hyper) and not known:
             entries = zip(self.states, ready.params, self.group_of, strict=True)
-            buffers = [_buffer(state, p) if hyper[i].momentum else None for state, p, i in entries]
+            buffers = self.buffers = [_buffer(state, p) if hyper[i].momentum else None for state, p, i in entries]
         ready.grouped.update(grads, buffers, hyper, self.group_of)
-        return alone
 
 
 def _buffer(state: dict[str, Any], p: nn.Parameter) -> Tensor:

@@ -31,18 +31,26 @@ class Setting:
     rank: int | None
     decay: float
     samples: int | None
+    memory: int | None = None  # bytes
 
     def curvature(self, form: Form) -> seng.Curvature:
         if self.decay and form not in ("auto", "merged"):
             raise LeftOutError(f"only the merged form accumulates curvature (decay {self.decay:g})")
         return seng.Curvature(
-            form, samples=self.samples, rank=self.rank, decay=self.decay, relative_damping=self.relative_damping
+            form,
+            samples=self.samples,
+            rank=self.rank,
+            decay=self.decay,
+            relative_damping=self.relative_damping,
+            memory=self.memory,
         )
 
     def __str__(self) -> str:
         kind = "relative" if self.relative_damping else "absolute"
         taken = "" if self.samples is None else f", {self.samples} samples"
-        return f"T = {self.every}, {kind} λ = {self.damping:g}, rank {self.rank or 'by tolerance'}, decay {self.decay:g}{taken}"
+        within = "" if self.memory is None else f", within {self.memory / 2**20:g} MiB"
+        rank = self.rank or "by tolerance"
+        return f"T = {self.every}, {kind} λ = {self.damping:g}, rank {rank}, decay {self.decay:g}{taken}{within}"
 
 
 class Steps(Protocol):

@@ -78,7 +78,9 @@ def exact(
     site: Site, calls: list[tuple[Member, Tensor, Tensor]], g: Tensor, rho: int, damping: float, relative: bool
 ) -> Tensor:
     """d (n,) of one site, in the precision of g (n,)."""
-    parts = [site.operator(site.active(), member, _like(a, g), _like(y, g)) for member, a, y in calls]
+    # Under autocast a layer multiplies its input in the precision of its output.
+    seen = [(member, a.to(y.dtype) if member.kind.factored and a.is_floating_point() else a, y) for member, a, y in calls]
+    parts = [site.operator(site.active(), member, _like(a, g), _like(y, g)) for member, a, y in seen]
     B = len(calls[0][1])
     scale = B / rho**0.5  # with a mean loss u_i = B × captured, and the columns of U are u_i/√ϱ
     U = parts[0] if len(parts) == 1 else Columns(parts, B, g)

@@ -21,6 +21,7 @@ class Preset:
     rank: int | None  # None: as many as the direction needs
     decay: float
     samples: int | None = None
+    memory: int | None = None  # bytes
     dampings: tuple[tuple[float, bool], ...] = ((0.01, True), (1.0, False))  # ours, relative; the paper's, absolute
 
 
@@ -28,6 +29,7 @@ PRESETS = {
     "default": Preset(None, None, 0.0),
     "strong": Preset(20, 128, 0.8),
     "every-step": Preset(1, None, 0.0, 64),
+    "small": Preset(None, None, 0.0, memory=128 * 2**20),
 }
 
 
@@ -40,8 +42,8 @@ class Which:
     contenders: tuple[str, ...] = ()
     """sgd, adamw, muon, kfac, seng, seng-merged, seng-implicit, seng-explicit. Default: all. Figures are ratios to sgd."""
     preset: str = "default"
-    """default (T = 200, as many directions as needed, decay 0), strong (T = 20, rank 128, decay 0.8) or every-step (T = 1, 64
-    samples); each at the relative damping 0.01 and at the paper's absolute λ = 1."""
+    """default (T = 200, as many directions as needed, decay 0), strong (T = 20, rank 128, decay 0.8) every-step (T = 1, 64
+    samples) or small (as default, within 128 MiB); each at the relative damping 0.01 and at the paper's absolute λ = 1."""
     compile: bool = False
     """Compile the model; the optimizers step eagerly."""
 
@@ -128,7 +130,7 @@ class Options:
         rank = preset.rank if c.rank is None else c.rank
         decay = preset.decay if c.decay is None else c.decay
         samples = preset.samples if c.samples is None else c.samples
-        return [Setting(every, damping, relative, rank, decay, samples) for damping, relative in dampings]
+        return [Setting(every, damping, relative, rank, decay, samples, preset.memory) for damping, relative in dampings]
 
     def _given(self, *groups: Any) -> dict[str, Any]:
         return {

@@ -18,7 +18,7 @@ from torch import Generator, Tensor, nn
 from seng.lab import models
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
-FAINT = 0.2  # of the prototypes in noise of 1
+FAINT = 0.3  # of the prototypes in noise of 1
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ def memory_format(task: Task, device: torch.device) -> torch.memory_format:
 TASKS = {
     task.name: task
     for task in (
-        Task("resnet18", models.resnet18, images, 256, 32, 10, True, warm=50, window=10, rounds=15),
-        Task("vgg16_bn", models.vgg16_bn, images, 256, 32, 10, True, lr=0.01, warm=50, window=10, rounds=15),
+        Task("resnet18", models.resnet18, images, 256, 32, 10, True, lr=0.01, warm=50, window=10, rounds=15),
+        Task("vgg16_bn", models.vgg16_bn, images, 256, 32, 10, True, lr=0.003, warm=50, window=10, rounds=15),
         Task("resnet50", models.resnet50, images, 256, 224, 1000, True, pool=4),
         Task("gpt2", models.gpt2, tokens, 16, 1024, 50257),
-        Task("vit_s16", models.vit_s16, images, 256, 224, 1000, pool=4),
-        Task("small_cnn", models.small_cnn, images, 128, 32, 10, True, every=50, warm=50, rounds=15),
+        Task("vit_s16", models.vit_s16, images, 256, 224, 1000, lr=0.01, pool=4),
+        Task("small_cnn", models.small_cnn, images, 128, 32, 10, True, lr=0.005, every=50, warm=50, rounds=11),
     )
 }
 

@@ -1,0 +1,125 @@
+"""All layers at once: the block that `build` makes against a dense solve, in every precision, form and way of small work."""
+
+from contextlib import nullcontext
+
+import naive
+import pytest
+import torch
+
+import seng
+from seng import numerics
+from seng.block import factorize
+from seng.operators import Explicit, Merged, Windows
+from seng.plan import Dims, Plan, plan
+from seng.refresh import TOLERANCE, Job, build
+
+LAM = 0.01  # of the largest eigenvalue
+
+
+@pytest.fixture(params=["eigh", "range finder"])
+def small_work(request, monkeypatch):
+    monkeypatch.setattr(numerics, "_one_by_one", lambda K: request.param == "eigh")
+
+
+def graded(samples: int, n: int, decay: float, seed=0) -> torch.Tensor:
+    """U (n, ϱ) whose singular values fall by `decay` from one to the next."""
+    torch.manual_seed(seed)
+    left, right = torch.linalg.qr(torch.randn(n, samples)).Q, torch.linalg.qr(torch.randn(samples, samples)).Q
+    return (left * decay ** torch.arange(samples)) @ right
+
+
+def job(U, chosen: Plan, half=True, previous=None) -> Job:
+    return Job(U, chosen, LAM, half, previous, torch.Generator().manual_seed(0), nullcontext())
+
+
+def explicit(U: torch.Tensor) -> Explicit:
+    return Explicit(U.float(), (1, U.shape[0], 1))
+
+
+def merged(U, rank: int, otherwise=None) -> Plan:
+    return Plan(Dims("layer", U.shape, 1, U.samples, None), "merged", rank, "", otherwise)
+
+
+def error(block, U: torch.Tensor, g: torch.Tensor) -> float:
+    """Of the direction, against the dense solve in float64."""
+    M = U.double() @ U.double().T
+    lam = LAM * float(torch.linalg.eigvalsh(M)[-1])
+    d = block.solve(g.float(), LAM).double()
+    return naive.relative_error(d, lam * naive.dense_direction(M, g.double(), lam))
+
+
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("decay", [0.8, 0.9, 1.0])
+def test_as_many_directions_as_the_direction_needs(small_work, half, decay):
+    Us = [graded(64, 300, decay, seed) for seed in range(3)]
+    curvature = seng.Curvature(rank=None, decay=0)
+    blocks = build([job(explicit(U), merged(explicit(U), 48, "explicit"), half) for U in Us], curvature)
+    for U, block in zip(Us, blocks, strict=True):
+        assert error(block, U, U.sum(1)) < TOLERANCE * 1.1
+    ranks = [block.U.samples for block in blocks]
+    assert ranks == [64] * 3 if decay == 1.0 else all(rank <= 48 for rank in ranks)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_an_average_in_half_precision_is_that_of_the_matrices(small_work, half):
+    curvature = seng.Curvature(rank=48, decay=0.7)
+    Us = [graded(40, 300, 0.8, seed) for seed in range(3)]
+    block, M = None, None
+    for U in Us:
+        (block,) = build([job(explicit(U), merged(explicit(U), 48), half, block)], curvature)
+        M = U @ U.T if M is None else 0.7 * M + 0.3 * U @ U.T
+    values, vectors = torch.linalg.eigh(M)
+    root = vectors * values.clamp_min(0).sqrt()
+    assert block.U.samples < 120 and error(block, root, Us[-1].sum(1)) < 0.02
+
+
+def test_wide_bases_of_steep_spectra(small_work):
+    """Where the range finder loses small eigenvalues beside large ones, this is off by a third."""
+    U = graded(64, 300, 0.9)
+    (block,) = build([job(explicit(U), merged(explicit(U), 60))], seng.Curvature(rank=60, decay=0.8))
+    assert block.U.samples == 60 and error(block, U, U.sum(1)) < 0.02
+
+
+def test_factors_stay_where_a_basis_does_not_do(small_work):
+    a, G = torch.randn(64, 5, 4, 4).float(), torch.randn(64, 6, 4, 4).float()
+    U = Windows(G, a, (3, 3), (1, 1), (1, 1), (1, 1), 1)
+    (block,) = build([job(U, merged(U, 8, "implicit"), False)], seng.Curvature(rank=None, decay=0))
+    assert isinstance(block.U, Windows)
+
+
+def test_layers_of_different_sizes_and_one_that_is_not_finite(small_work):
+    good, other, bad = graded(20, 50, 0.9), graded(12, 30, 0.9), graded(20, 50, 0.9)
+    bad[3, 4] = torch.nan
+    none = torch.zeros(40, 0)
+    jobs = [job(explicit(U), merged(explicit(U), 10)) for U in (good, bad, other, none)]
+    blocks = build(jobs, seng.Curvature(rank=10, decay=0))
+    assert blocks[1] is None and blocks[3] is None and blocks[0].U.samples == blocks[2].U.samples == 10
+    zero = torch.zeros(30, 20)
+    (block,) = build([job(explicit(zero), merged(explicit(zero), 10))], seng.Curvature(rank=10, decay=0))
+    g = torch.randn(30).float()
+    torch.testing.assert_close(block.solve(g, LAM), g)
+
+
+def test_factorizing_together_is_factorizing_alone():
+    blocks = build(
+        [job(explicit(U), merged(explicit(U), 99), False) for U in (graded(9, 40, 0.8), graded(9, 40, 0.5))],
+        seng.Curvature(decay=0),
+    )
+    factorize([(block, 0.1 * (i + 1)) for i, block in enumerate(blocks)])
+    for i, block in enumerate(blocks):
+        lam = 0.1 * (i + 1) * block.top
+        want = torch.linalg.inv(block.gram.double() + lam.double() * torch.eye(len(block.gram)))
+        torch.testing.assert_close(block.core[2], want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_budget_turns_bases_into_factors():
+    large = Dims("large", (1, 512, 4608), 16, 256, None, inputs=16 * 1024)
+    (free,), (tight,) = (plan([large], seng.Curvature(rank=None, decay=0), budget) for budget in (None, 2**25))
+    assert free.form == "merged" and free.otherwise == "implicit"
+    assert tight.form == "implicit" and tight.bytes <= 2**25 and "to fit into" in tight.why
+
+
+def test_half_precision_is_for_the_basis_alone():
+    U = graded(30, 200, 0.9)
+    (block,) = build([job(explicit(U), merged(explicit(U), 16))], seng.Curvature(rank=16, decay=0))
+    assert isinstance(block.U, Merged) and block.U.Y.dtype == torch.float16 and block.gram.dtype == torch.float32
