@@ -284,7 +284,7 @@ class Preconditioner:
 
     def _install(self, index: int, block: Block) -> None:
         if index in self.blocks:
-            block.failures += self.blocks[index].failures
+            block.failures = self.blocks[index].failures  # which goes on counting
         self.blocks[index], self.covered[index] = block, self.samples.active[index]
         self.owed.discard(index)
         self.refused.pop(index, None)

@@ -47,15 +47,19 @@ class Solve:
         d = self.block.direction(self.site.gather(self.active, grads, self.block.gram.dtype), self.lam, self.inverse)
         return {p: part.to(p.dtype) for p, part in self.site.scatter(self.active, d).items() if p in grads}
 
-    def compared(self, grads: Gradients) -> tuple[Tensor, Tensor]:
-        """cos(g, d) and ‖d‖/‖g‖."""
+    def compared(self, grads: Gradients) -> Compared:
+        """cos(g, d) and ‖d‖/‖g‖, to be worked out when they are asked for."""
         parts = self._parts(grads)
         if parts is None:
             g = self.site.gather(self.active, grads, self.block.gram.dtype)
-            return compare(g, self.block.attempt(g, self.lam, self.inverse)[0])
+            numbers = compare(g, self.block.attempt(g, self.lam, self.inverse)[0])
+            return lambda: numbers
         U, *gradients = parts
-        c = U.against(*gradients).to(self.inverse.dtype)
-        return compare_energies(torch.stack(torch._foreach_norm(gradients)).square().sum(), self.inverse @ c, c, self.lam)
+        return partial(self._energies, torch._foreach_norm(gradients), U.against(*gradients))
+
+    def _energies(self, norms: Sequence[Tensor], c: Tensor) -> tuple[Tensor, Tensor]:
+        c = c.to(self.inverse.dtype)
+        return compare_energies(torch.stack(list(norms)).square().sum(), self.inverse @ c, c, self.lam)
 
     def _parts(self, grads: Gradients) -> tuple[Windows, *tuple[Tensor, ...]] | None:
         """U and the gradients of weight and bias, where they need not be laid side by side, which would copy them."""
@@ -164,7 +168,7 @@ class Ready:
                 found[id(solve.block)] = partial(_energies, solve, [norms[p] for p in solve.params], cut)
         for solve in solves:
             if id(solve.block) not in found:
-                found[id(solve.block)] = partial(_given, solve.compared(grads))
+                found[id(solve.block)] = solve.compared(grads)
         return [found[id(solve.block)] for solve in solves]
 
 
@@ -202,10 +206,6 @@ def _buffer(state: dict[str, Any], p: nn.Parameter) -> Tensor:
         buffer = torch.zeros_like(p) if buffer is None else torch.empty_like(p).copy_(buffer)
         state["momentum_buffer"] = buffer
     return buffer
-
-
-def _given(numbers: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return numbers
 
 
 def _energies(solve: Solve, norms: Sequence[Tensor], cut: Compared) -> tuple[Tensor, Tensor]:
