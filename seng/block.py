@@ -82,8 +82,8 @@ def factorize(dampings: Sequence[tuple[Block, float]]) -> None:
             stale[len(block.gram), block.gram.dtype, block.gram.device].append((block, damping))
     for same in stale.values():
         K = torch.stack([block.gram for block, _ in same])
-        lam = send(torch.tensor([damping for _, damping in same], dtype=K.dtype), K.device)
-        relative = send(torch.tensor([block.relative for block, _ in same]), K.device)
+        lam = send(torch.tensor([damping for _, damping in same], dtype=K.dtype, device="cpu"), K.device)
+        relative = send(torch.tensor([block.relative for block, _ in same], device="cpu"), K.device)
         tops = torch.stack([block.top for block, _ in same])
         lam = torch.where(relative, torch.where(tops > 0, lam * tops, 1), lam)
         K, scale = K.to(widest(K)), lam.to(widest(K))[:, None, None]

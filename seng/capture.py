@@ -88,7 +88,9 @@ class _Hook:
         if _transformed():
             return None
         with _unsafe_preserve_version_counter(out):  # a layer may have saved its output, which stays as it is
-            return _Tap.apply(out, a.detach(), capture.receive, self.index, *mode)  # type: ignore[no-untyped-call]
+            tapped = _Tap.apply(out, a.detach(), capture.receive, self.index, *mode)  # type: ignore[no-untyped-call]
+        _ = tapped.grad_fn  # of a view it is made when it is looked at; torch's register_hook would crash before
+        return tapped
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _inert, ()

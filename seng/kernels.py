@@ -132,7 +132,9 @@ class _Upload:
 
     def __call__(self, values: list[Any]) -> Tensor:
         if self.table is None or values != self.values:
-            self.table = send(torch.tensor([*values, 0], dtype=self.dtype), self.device, self.table)  # 0: no second piece
+            self.table = send(
+                torch.tensor([*values, 0], dtype=self.dtype, device="cpu"), self.device, self.table
+            )  # 0: no second piece
             self.values = values
         return self.table
 
@@ -313,10 +315,15 @@ class _Kind:
             slices += [[block, j] for j in range(0, k, COLUMNS)]
             self.places.append((sums - k * -(-count // SPAN), -(-count // SPAN), b, k))
             numbers, b = numbers + k * count, b + k
-        of, counted = torch.repeat_interleave(torch.tensor(counts)), torch.tensor(counts)
-        number = torch.arange(len(of)) - (counted.cumsum(0) - counted)[of]
-        self.tiles = send(torch.stack([of, number, torch.tensor(starts)[of] + torch.tensor(ks)[of] * number], 1), device)
-        self.spans, self.slices, self.blocks = (send(torch.tensor(rows), device) for rows in (spans, slices, blocks))
+        of, counted = torch.repeat_interleave(torch.tensor(counts, device="cpu")), torch.tensor(counts, device="cpu")
+        number = torch.arange(len(of), device="cpu") - (counted.cumsum(0) - counted)[of]
+        self.tiles = send(
+            torch.stack([of, number, torch.tensor(starts, device="cpu")[of] + torch.tensor(ks, device="cpu")[of] * number], 1),
+            device,
+        )
+        self.spans, self.slices, self.blocks = (
+            send(torch.tensor(rows, device="cpu"), device) for rows in (spans, slices, blocks)
+        )
         self.partial, self.sums, self.b = (torch.empty(size, dtype=torch.float32, device=device) for size in (numbers, sums, b))
         Y, p = items[0][2].Y, items[0][2].pieces[0].param
         self.constants = {"SLAB": SLAB, "TILE": TILE}

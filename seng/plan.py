@@ -21,7 +21,7 @@ from seng.curvature import Curvature
 from seng.operators import Shape
 from seng.sites import Member, Site, differs, survey
 
-BALANCE = 512  # positions of a batch per direction, at which a basis takes a GPU as long as the factors, or thereabouts
+BALANCE = 64  # positions of a batch per direction, at which a basis takes a GPU as long as the factors, or thereabouts
 THRESHOLD = 10**6  # 𝒯: Table 1 keeps cases I to III (n ≤ 524,288) explicit and IV to VI (n ≥ 1,048,576) implicit
 
 Kept = Literal["explicit", "implicit", "lookup", "merged", "plain"]
@@ -178,7 +178,7 @@ def _first_choice(d: Dims, curvature: Curvature, rank: int | None) -> Plan:
 
 
 WIDEST = 64  # directions; where more are needed, the exact forms are the cheaper ones
-FEW = 256  # positions up to which ϱκ products per number take a GPU about the time of reading ϱ numbers, in less memory
+FEW = 32  # positions up to which ϱκ products per number take a GPU no longer than reading ϱ numbers
 LARGE = 2**18  # numbers from which a layer is worth launches of its own
 
 

@@ -68,7 +68,7 @@ class Job:
         """Keep UV_k, or U as it is."""
         if self.plan.form != "merged":
             return
-        self.error = torch.zeros(())
+        self.error = torch.zeros((), device="cpu")
         if k < len(self.gram):
             Y = self.U.combine(self.V[:, :k].to(self.U.dtype))
             sketched = not isinstance(self.omega, Identity)
@@ -208,7 +208,9 @@ def _lengths(K: Tensor) -> Tensor:
 
 def _sent(numbers: Sequence[float], like: Tensor) -> Tensor:
     """Numbers of the host on the device; integers stay integers."""
-    return send(torch.tensor(numbers, dtype=like.dtype if isinstance(numbers[0], float) else torch.int64), like.device)
+    return send(
+        torch.tensor(numbers, dtype=like.dtype if isinstance(numbers[0], float) else torch.int64, device="cpu"), like.device
+    )
 
 
 def _read(numbers: Sequence[Tensor]) -> list[list[int]]:
