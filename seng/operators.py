@@ -386,23 +386,19 @@ class Windows(Operator):
         return out
 
     def combine(self, V: Tensor) -> Tensor:
-        """(UV)ᵀ (k, n): one product of size ∏kernel·C × ϱκ × k·n_G, or through the columns, whichever is cheaper."""
-        k = V.shape[1]
-        if k * self.rank > 1024:  # reading and writing a number of U takes a GPU as long as so many products
-            return self._combine_columns(V)
+        """(UV)ᵀ (k, n), in `wide` precision throughout: what is lost here is lost of d, a small difference of large numbers."""
         G, A, ones = self._sides()
-        weighted = (G[:, :, None] * V[:, None, :, None].to(G.dtype)).flatten(0, 1).flatten(1)  # (ϱκ, k·n_G)
-        W = product(A.flatten(0, 1).T, weighted).unflatten(1, (k, -1)).transpose(0, 1)  # (k, ∏kernel·C, n_G)
-        return self._in_order(W, None if ones is None else V.T @ ones)
-
-    def _combine_columns(self, V: Tensor) -> Tensor:
-        G, A, ones = self._sides()
+        bias = None if ones is None else V.T @ ones
+        if self.rank == 1:  # the columns need not be formed
+            weighted = (G * V[:, :, None]).flatten(1)  # (ϱ, k·n_G)
+            W = _split_product(weighted.T, A[:, 0]).unflatten(0, (V.shape[1], -1)).mT
+            return self._in_order(W, bias)
         W = self._zeros(V.shape[1], A.shape[2], G.shape[2])
-        step = max(1, SLAB // max(1, self.samples * G.shape[2])) // 8 * 8 or 8
+        step = max(1, SLAB // 2 // max(1, self.samples * G.shape[2])) // 8 * 8 or 8
         for i in range(0, A.shape[2], step):
-            X = (A[..., i : i + step].mT @ G).flatten(1)
-            W[:, i : i + step] = product(V.T.to(X.dtype), X).unflatten(1, (-1, G.shape[2]))
-        return self._in_order(W, None if ones is None else V.T @ ones)
+            X = product(A[..., i : i + step].mT, G).flatten(1)
+            W[:, i : i + step] = (V.T @ X).unflatten(1, (-1, G.shape[2]))
+        return self._in_order(W, bias)
 
     def explicit(self) -> Explicit:
         """Column by column, a few samples at a time."""

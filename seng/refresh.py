@@ -46,7 +46,6 @@ class Job:
     top: Tensor = field(init=False)  # its largest eigenvalue
     values: Tensor = field(init=False)  # its leading eigenvalues
     V: Tensor = field(init=False)  # and directions
-    small: Tensor | None = field(init=False, default=None)  # VᵀKV: the Gram of UV
     lengths: Tensor = field(init=False)  # of UV_k for every k, and of U at the end
     stacked: tuple[Merged, Merged] = field(init=False)  # the old basis and the new one
     error: Tensor | None = field(init=False, default=None)
@@ -100,18 +99,16 @@ class Job:
         Y = torch.mm(W[:, : old.samples].contiguous(), old.Y.to(torch.float16))
         Y.addmm_(W[:, old.samples :].contiguous(), new.Y)  # orthonormal combinations of numbers of size 1: no overflow
         self.U = Merged(Y, scale, self.U.shape)
-        assert self.small is not None
-        self.gram = self.small[:k, :k]
+        self.gram = self.U.gram()
 
     def _keep(self, Y: Tensor, k: int | None) -> None:
-        """Y (k, n) becomes U; where it is known to be UV_k, its length and its Gram are known too, up to rounding."""
+        """Y (k, n) becomes U; where it is known to be UV_k, its length is known too."""
         shape, self.omega = self.U.shape, Identity()
-        if k is None or not self.half or self.small is None:
+        if k is None or not self.half:
             self.U = Merged.of(Y, shape, self.half)
-            self.gram = self.U.gram()
         else:
             self.U = Merged.of(Y, shape, self.half, self.lengths[k - 1])
-            self.gram = self.small[:k, :k]
+        self.gram = self.U.gram()
 
     def block(self, relative: bool) -> Block:
         """The finished block."""
@@ -164,10 +161,10 @@ def _choices(jobs: Sequence[Job], curvature: Curvature) -> Tensor:
     chosen = _sent(ranks, K)
     if widest:
         values, V = spectrum(K, widest, jobs[0].generator)
-        small, V = (V.mT @ K.to(V.dtype) @ V).to(K.dtype), V.to(K.dtype)
-        parts = values.unbind(), V.unbind(), small.unbind(), torch.cat([_lengths(small), _lengths(K)[:, -1:]], 1).unbind()
-        for job, *found in zip(jobs, *parts, strict=True):
-            job.values, job.V, job.small, job.lengths = found
+        small, V = V.mT @ K.to(V.dtype) @ V, V.to(K.dtype)
+        lengths = torch.cat([_lengths(small.to(K.dtype)), _lengths(K)[:, -1:]], 1)
+        for job, *found in zip(jobs, values.unbind(), V.unbind(), lengths.unbind(), strict=True):
+            job.values, job.V, job.lengths = found
         if not curvature.averaging and K.dtype != torch.float64:
             lam = _sent([job.damping for job in jobs], tops)
             lam = lam * tops if curvature.relative_damping else lam
@@ -188,12 +185,12 @@ def _average(jobs: Sequence[Job], curvature: Curvature) -> None:
     for same in groups:
         K = torch.stack([job.gram for job in same])
         values, W = spectrum(K, max(job.plan.rank for job in same), same[0].generator)
-        tops, small = top(K), (W.mT @ K.to(W.dtype) @ W).to(K.dtype)
+        tops = top(K)
         lam = _sent([job.damping for job in same], tops)
         lam = lam * tops if curvature.relative_damping else lam
         counts.append((values >= (NEGLIGIBLE * lam[:, None] if K.dtype != torch.float64 else 0)).sum(1))
-        for job, *found in zip(same, tops.to(K.dtype).unbind(), W.to(K.dtype).unbind(), small.unbind(), strict=True):
-            job.top, job.V, job.small = found
+        for job, *found in zip(same, tops.to(K.dtype).unbind(), W.to(K.dtype).unbind(), strict=True):
+            job.top, job.V = found
     for same, numbers in zip(groups, _read(counts), strict=True):
         for job, count in zip(same, numbers, strict=True):
             with job.timer:

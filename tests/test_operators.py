@@ -173,6 +173,17 @@ def test_signs_of_the_factors_follow_the_convention():
     torch.testing.assert_close(V.G, W.G, rtol=1e-4, atol=1e-4)  # another test matrix, the same factors: signs included
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_half_precision_factors_lose_nothing_in_combinations_and_columns(kernel):
+    a, G = torch.randn(6, 8, 5, 5).bfloat16(), torch.randn(6, 16, 5, 5).bfloat16()
+    U = Windows(G, a, (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
+    V = torch.randn(6, 3).float()
+    want = dense(Windows(G.double(), a.double(), *list(vars(U).values())[2:]))
+    assert naive.relative_error(U.combine(V).double(), (want @ V.double()).T) < 1e-6
+    assert naive.relative_error(U.explicit().U.double(), want) < 1e-6
+    assert naive.relative_error(U.mv(V[:, 0]).double(), want @ V[:, 0].double()) < 1e-6
+
+
 def grams(decay: float, m=40, n=300) -> torch.Tensor:
     U = torch.randn(3, n, m) * decay ** torch.arange(m)
     return U.mT @ U
