@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from seng.block import Block
 from seng.diagnostics import compare, compare_energies
-from seng.kernels import Grouped, Hyper, Item, Piece, available, fits
+from seng.grouped import Grouped, Hyper, Item, Piece, available, fits
 from seng.layers import ROWS
 from seng.operators import Explicit, Merged, Windows
 from seng.sites import Segment, Site

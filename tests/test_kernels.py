@@ -10,7 +10,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from seng.kernels import TILE, Grouped, Hyper, Item, Piece, available, fits  # noqa: E402
+from seng.grouped import Grouped, Hyper, Item, Piece, available, fits  # noqa: E402
+from seng.kernels import TILE  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 CHANNELS_LAST = torch.channels_last
@@ -118,7 +119,7 @@ def test_many_blocks_at_new_addresses():
 
 
 def test_many_spans(monkeypatch):
-    monkeypatch.setattr("seng.kernels.SPAN", 2)
+    monkeypatch.setattr("seng.grouped.SPAN", 2)
     items = [item((1, 70_001), k=5), item((3, 4), k=2)]
     grads = gradients(items)
     assert_near(Grouped(items).directions(grads), reference(items, grads))
