@@ -733,3 +733,31 @@ def test_captures_are_unscaled_by_the_scale_of_their_step(unscale):
             scaler.update()
         results.append(values(model))
     assert naive.relative_error(*results) < 1e-6
+
+
+def test_hooks_of_users_on_captured_outputs():
+    """A view's grad_fn is made when it is looked at; before, torch's register_hook crashed Python on a linear layer's."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    opt = seng.SENG(model, lr=0.1)
+    seen = []
+    for layer in model:
+        layer.register_forward_hook(lambda layer, args, out: out.register_hook(lambda g: seen.append(tuple(g.shape))) and None)
+    model(torch.randn(6, 3, 4)).square().mean().backward()
+    opt.step()
+    assert seen == [(6, 3, 2), (6, 3, 5), (6, 3, 5)]
+
+
+def test_an_input_that_is_overwritten_before_the_step_drops_the_refresh():
+    """As with a buffer that the next batch is copied into; captures refer to inputs, and would be of another batch."""
+    layer = nn.Linear(400, 300)
+    x = torch.randn(3, 400)
+    opt = seng.SENG(layer, lr=0.1, curvature=seng.Curvature(form="implicit"))
+    layer(x).square().mean().backward()
+    x.mul_(2)
+    with pytest.warns(UserWarning, match="changed in place between the backward and the step"):
+        opt.step()
+    assert opt.diagnostics()["Linear"]["refreshes_dropped"] == 1 and not opt.preconditioner.blocks
+    opt.zero_grad()
+    layer(x).square().mean().backward()
+    opt.step()
+    assert opt.preconditioner.blocks

@@ -240,4 +240,4 @@ def test_one_optimizer_holds_no_more_after_a_thousand_steps():
         gc.unfreeze()
     assert side.optimizer.preconditioner.steps == 1000 and side.values().isfinite().all()
     tensors, sizes = zip(*held, strict=True)
-    assert tensors[0] == tensors[1] and sizes[1] < sizes[0] + 12_000, held  # a number kept per step would be 25 kB
+    assert tensors[0] == tensors[1] and sizes[1] < sizes[0] + 20_000, held  # a number kept per step would be 25 kB
