@@ -88,7 +88,9 @@ class _Hook:
         if _transformed():
             return None
         with _unsafe_preserve_version_counter(out):  # a layer may have saved its output, which stays as it is
-            tapped = _Tap.apply(out, a.detach(), capture.receive, self.index, *mode)  # type: ignore[no-untyped-call]
+            # What is not made by this forward may be written to before the step, as a buffer that batches are copied into.
+            kept = a.detach().clone() if a.grad_fn is None else a.detach()
+            tapped = _Tap.apply(out, kept, capture.receive, self.index, *mode)  # type: ignore[no-untyped-call]
         _ = tapped.grad_fn  # of a view it is made when it is looked at; torch's register_hook would crash before
         return tapped
 

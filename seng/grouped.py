@@ -154,7 +154,7 @@ class _Kind:
             device,
         )
         self.spans, self.slices, self.blocks = (
-            send(torch.tensor(rows, device="cpu"), device) for rows in (spans, slices, blocks)
+            send(torch.tensor(rows, dtype=torch.int64, device="cpu"), device) for rows in (spans, slices, blocks)
         )
         self.partial, self.sums, self.b = (torch.empty(size, dtype=torch.float32, device=device) for size in (numbers, sums, b))
         Y, p = items[0][2].Y, items[0][2].pieces[0].param
@@ -165,6 +165,8 @@ class _Kind:
 
     def project(self, gradients: Tensor) -> None:
         """b of every block, in three launches."""
+        if not len(self.slices):  # blocks of no columns alone
+            return
         kernels.dots[(len(self.tiles),)](self.tiles, self.blocks, gradients, self.partial, **self.constants, num_warps=WARPS)
         kernels.sums[(len(self.spans),)](self.spans, self.partial, self.sums, COLUMNS=COLUMNS)
         kernels.core[(len(self.slices),)](self.slices, self.blocks, self.sums, self.b, COLUMNS=COLUMNS)
@@ -190,6 +192,10 @@ class Grouped:
 
     def _build(self) -> None:
         """The tables, which hold for as long as the parameters stay where they are."""
+        if any(p.device != self.device for p in self.params):
+            raise RuntimeError(
+                f"the parameters were moved away from {self.device}, where their curvature is: build the optimizer anew"
+            )
         kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, Item]]] = {}
         param = 0
         for number, item in enumerate(self.items):

@@ -159,9 +159,9 @@ def positions(x: Tensor) -> Tensor:
     return x[:, None] if x.dim() == 2 else x.flatten(1, -2)
 
 
-def _linear_windows(layer: nn.Linear, a: Tensor, g: Tensor, bias: int) -> Windows:
+def _linear_windows(layer: nn.Linear, a: Tensor, g: Tensor, bias: int) -> Windows | None:
     """The same as a convolution of width 1 over the positions."""
-    return Windows(positions(g).mT, positions(a).mT, (1,), (1,), (0,), (1,), bias)
+    return Windows(positions(g).mT, positions(a).mT, (1,), (1,), (0,), (1,), bias) if g.numel() else None
 
 
 @factors(nn.Linear, unfolded_later=_linear_windows)
@@ -191,7 +191,7 @@ def _conv(layer: _ConvNd, a: Tensor, g: Tensor) -> Factors:
 def _conv_windows(layer: _ConvNd, a: Tensor, g: Tensor, bias: int) -> Windows | None:
     """The same, to be unfolded later; None for what `Windows` does not know: groups, and padding that is uneven or not zero."""
     pad = _padding(layer)
-    if layer.groups > 1 or (layer.padding_mode != "zeros" and any(pad)) or pad[::2] != pad[1::2]:
+    if not g.numel() or layer.groups > 1 or (layer.padding_mode != "zeros" and any(pad)) or pad[::2] != pad[1::2]:
         return None
     return Windows(g, a, layer.kernel_size, layer.stride, tuple(pad[::-2]), layer.dilation, bias)
 

@@ -27,8 +27,8 @@ class Notices:
     def plain(self, layer: str, why: str) -> None:
         self._refuse(layer, f"layer '{layer}' takes the plain gradient: {why}")
 
-    def dropped(self, layer: str, why: str = "its captures are not finite") -> None:
-        message = f"layer '{layer}': a refresh was dropped, {why} (see diagnostics())"
+    def dropped(self, layer: str) -> None:
+        message = f"layer '{layer}': a refresh was dropped, its captures are not finite (see diagnostics())"
         self._once(f"{layer} dropped", message)
 
     def failed(self, layer: str, solves: int) -> None:

@@ -145,7 +145,10 @@ class SENG(Optimizer):
 
     def _dampings(self) -> dict[nn.Parameter, float]:
         """Each parameter's damping; the same object until one changes."""
-        key = [(group["damping"], len(group["params"])) for group in self.param_groups]
+        for group in self.param_groups:
+            if not isinstance(group["damping"], float):
+                check_number("damping", group["damping"], positive=True)
+        key = [(float(group["damping"]), len(group["params"])) for group in self.param_groups]
         if self._damping is None or self._damping[0] != key:
             values: dict[nn.Parameter, float] = {}
             for group in self.param_groups:
@@ -176,7 +179,13 @@ class SENG(Optimizer):
         assert engine is not None and quick is not None
         grads = [p.grad for p in quick.ready.params]
         same = engine.keeps(quick.ready, self._dampings()) and self._plain_lr() and quick.groups is self.param_groups
-        if not same or any(g is None for g in grads) or sum(len(g["params"]) for g in quick.groups) != len(grads):
+        given = sum(p.grad is not None for group in self.param_groups for p in group["params"])
+        same = (
+            same
+            and given == len(grads)
+            and all(self.state.get(p) is s for p, s in zip(quick.ready.params, quick.states, strict=True))
+        )
+        if not same or any(g is None for g in grads):
             self._quick = None
             return False
         quick.step(grads)  # type: ignore[arg-type]

@@ -29,12 +29,14 @@ from seng.refresh import Job, build
 from seng.samples import Samples
 from seng.sites import Segment, Site, survey
 from seng.solver import Gradients, OneByOne, Ready, Solve, sort
+from seng.staging import read
 from seng.state import pack, unpack
 
 # Why these two: docs/tuning.md. On digits less damping is within noise and 0.03 or 0.1 is worse; refreshing more often is no
 # better, and 50 or 100 is as good there.
 DAMPING = 0.01  # of each block's largest eigenvalue
 REFRESH_EVERY = 20
+HALF_FROM = 5e-3  # the smallest relative damping at which bases are kept in half precision
 
 
 Dampings = Mapping[nn.Parameter, float]
@@ -77,7 +79,9 @@ class Preconditioner:
         self.failures: dict[int, int] = {}  # refreshes that had to be dropped
         self.refreshes: dict[int, Refresh] = {}  # the last one of each
         self.checked: set[int] = set()  # whose samples were seen to add up to the gradient
-        self._kept: tuple[Dampings, bool, bool, Ready] | None = None  # what the last step solved with, and under which dampings
+        self._kept: tuple[Dampings, tuple[int, ...], bool, bool, Ready] | None = (
+            None  # what the last step solved with, and under which dampings
+        )
         self.cover(params)
 
     def cover(self, params: Iterable[nn.Parameter]) -> None:
@@ -171,9 +175,9 @@ class Preconditioner:
         """
         if not grads:
             return Ready()
-        usual = self._kept is not None and not self.refresh_due and len(grads) == len(self.trained)
-        if usual and self._kept is not None and self._kept[:3] == (damping, updates, traced):
-            return self._kept[3]
+        given = tuple(map(id, grads))
+        if self._kept is not None and not self.refresh_due and self._kept[:4] == (damping, given, updates, traced):
+            return self._kept[4]
         with torch.autocast(self.sites[0].lead.device.type, enabled=False):
             refreshed = self._refresh(grads, damping) if self.refresh_due else []
             self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
@@ -183,13 +187,13 @@ class Preconditioner:
             solves = {i: Solve(self.sites[i], self.covered[i], self.blocks[i], *_core(self.blocks[i])) for i in used}
             out = Ready(OneByOne(list(solves.values()))) if traced else sort(list(solves.values()), grads, updates)
             self._record({i: solves[i] for i in refreshed if i in solves}, out, grads)
-        settled = len(self.blocks) + len(self.refused) == len(self.sites) and len(grads) == len(self.trained)
-        self._kept = (damping, updates, traced, out) if settled else None
+        bare = any(i not in self.blocks and i not in self.refused and site.active() for i, site in enumerate(self.sites))
+        self._kept = None if bare else (damping, given, updates, traced, out)
         return out
 
     def keeps(self, ready: Ready, damping: Dampings) -> bool:
-        """Whether a step with all gradients, under these dampings, would solve with this again."""
-        return self._kept is not None and self._kept[3] is ready and self._kept[0] is damping and not self.refresh_due
+        """Whether a step with the same gradients, under these dampings, would solve with this again."""
+        return self._kept is not None and self._kept[4] is ready and self._kept[0] is damping and not self.refresh_due
 
     def _record(self, solves: dict[int, Solve], ready: Ready, grads: Gradients) -> None:
         """What diagnostics will tell of this refresh."""
@@ -242,8 +246,6 @@ class Preconditioner:
             self.plans[index] = chosen
             if chosen.form == "plain":
                 self._take_plain(index, chosen.why)
-            elif self.samples.overwritten(index):
-                self._drop_refresh(index, "its input was changed in place between the backward and the step")
             else:
                 self.notices.sketch(self.curvature.sketch, chosen.dims)
                 jobs[index] = self._job(index, chosen, grads, _one_damping(self.sites[index], damping), scale)
@@ -270,7 +272,9 @@ class Preconditioner:
         # Only curvature of the same parameters in the same precision can be accumulated.
         alike = previous is not None and self.covered[index] == active and previous.gram.dtype == site.dtype
         same = previous if alike and previous is not None and isinstance(previous.U, Merged) else None
-        half = self._half and site.dtype == torch.float32
+        # Rounding a basis changes d by about 1e-4 of λ_max/λ; and an explicit form that is asked for is to be exact.
+        harmless = not self.curvature.relative_damping or damping >= HALF_FROM
+        half = self._half and site.dtype == torch.float32 and self.curvature.form != "explicit" and harmless
         return Job(U, chosen, damping, half, same, self._generator(index), self.samples.timer(index))
 
     def _count_failures(self, indices: list[int]) -> None:
@@ -278,7 +282,7 @@ class Preconditioner:
         counted = [i for i in indices if i in self.blocks]
         if not counted:
             return
-        for index, failures in zip(counted, torch.stack([self.blocks[i].failures for i in counted]).tolist(), strict=True):
+        for index, (failures,) in zip(counted, read([self.blocks[i].failures[None] for i in counted]), strict=True):
             if failures:
                 self.notices.failed(self.sites[index].name, failures)
 
@@ -289,9 +293,9 @@ class Preconditioner:
         self.owed.discard(index)
         self.refused.pop(index, None)
 
-    def _drop_refresh(self, index: int, why: str | None = None) -> None:
+    def _drop_refresh(self, index: int) -> None:
         self.failures[index] = self.failures.get(index, 0) + 1
-        self.notices.dropped(self.sites[index].name, *([why] if why else []))
+        self.notices.dropped(self.sites[index].name)
 
     def _check_sum(self, index: int, chosen: Plan, U: Operator, grads: Gradients) -> None:
         """Whether the samples add up to the gradient, up to scale; once per layer. If not, U tells only a part of the story."""

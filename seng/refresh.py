@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from torch import Tensor
 from seng.block import Block
 from seng.curvature import Curvature
 from seng.numerics import deviation, reduced, spectrum, top, truncation_errors
-from seng.operators import Explicit, Implicit, Independent, Merged, Operator, Windows, product
+from seng.operators import HALF, Explicit, Implicit, Independent, Merged, Operator, Windows, product
 from seng.plan import Plan
 from seng.sketch import Identity, Omega
-from seng.staging import send
+from seng.staging import read, send
 
 TOLERANCE = 0.03  # relative error of the direction that dropping directions may cause
 NEGLIGIBLE = 1e-3  # of λ: averaged curvature drops eigenvalues below it, which change a direction by less than a thousandth
@@ -48,6 +48,7 @@ class Job:
     V: Tensor = field(init=False)  # and directions
     lengths: Tensor = field(init=False)  # of UV_k for every k, and of U at the end
     stacked: tuple[Merged, Merged] = field(init=False)  # the old basis and the new one
+    fresh: tuple[Tensor, Tensor] = field(init=False)  # Gram and largest eigenvalue of the new one
     error: Tensor | None = field(init=False, default=None)
 
     def prepare(self, curvature: Curvature) -> None:
@@ -58,31 +59,39 @@ class Job:
             self.U = _factors(self.U, self.plan.rank, curvature, self.generator)
         sketch = curvature.sketch if self.plan.dims.own is None else None  # layers without factors stay exact
         plain = sketch is None or sketch.covers(self.U.shape)
-        if not plain and isinstance(self.U, Windows):
-            self.U = self.U.implicit()
-        self.omega = Identity() if plain or sketch is None else sketch.draw(self.U, self.generator)
-        self.gram = self.omega.of(self.U).gram()
+        seen = self.U.implicit() if isinstance(self.U, Windows) and not plain else self.U
+        self.omega = Identity() if plain or sketch is None else sketch.draw(seen, self.generator)
+        self.gram = self.omega.of(seen).gram()
+        if self.plan.form != "merged":
+            self.U = seen
 
     def settle(self, k: int) -> None:
         """Keep UV_k, or U as it is."""
         if self.plan.form != "merged":
             return
         self.error = torch.zeros((), device="cpu")
+        sketched = not isinstance(self.omega, Identity)
         if k < len(self.gram):
             Y = self.U.combine(self.V[:, :k].to(self.U.dtype))
-            sketched = not isinstance(self.omega, Identity)
             self.error = deviation(Y, self.values[:k].to(Y.dtype)) if sketched else self.error
             self._keep(Y, None if sketched else k)
-            self.top = top(self.gram[None])[0] if sketched else self.top
         elif self.plan.otherwise is None:
             self._keep(self.U.explicit().U.T, None)
+        elif sketched and isinstance(self.U, Windows) and self.plan.otherwise == "implicit":
+            self.U = self.U.implicit()
         elif self.plan.otherwise == "explicit":
             self.U = self.U.explicit()
+        if sketched and isinstance(self.U, Merged):
+            self.top = top(self.gram[None])[0].to(self.gram.dtype)
 
     def stack(self, decay: float) -> None:
         """U becomes [√δ·U_old, √(1−δ)·U], whose Gram is put together from its parts."""
         assert self.previous is not None and isinstance(self.previous.U, Merged) and isinstance(self.U, Merged)
-        old, new = self.previous.U.scaled(decay**0.5), self.U.scaled((1 - decay) ** 0.5)
+        before = self.previous.U
+        if self.half and before.Y.dtype not in HALF:
+            before = Merged.of(before.Y, before.shape, True).scaled(before.scale)
+        old, new = before.scaled(decay**0.5), self.U.scaled((1 - decay) ** 0.5)
+        self.fresh = self.gram, self.top
         across = product(old.Y.to(new.Y.dtype), new.Y.T) * (old.scale * new.scale)
         upper = torch.cat([decay * self.previous.gram, across], 1)
         self.gram = torch.cat([upper, torch.cat([across.T, (1 - decay) * self.gram], 1)])
@@ -114,6 +123,10 @@ class Job:
         """The finished block."""
         if self.half and isinstance(self.U, Explicit) and isinstance(self.omega, Identity):
             self.U = Merged.of(self.U.U.T, self.U.shape, True, self.lengths[-1])
+            self.gram = self.U.gram()
+        if isinstance(self.U, Implicit | Windows):
+            own: dict[str, Any] = {name: _own(t) for name, t in vars(self.U).items() if isinstance(t, Tensor)}
+            self.U = replace(self.U, **own)
         block = Block(self.U, self.omega, self.gram, self.top.to(self.gram.dtype), relative)
         block.sketch_error = self.error
         return block
@@ -125,7 +138,7 @@ def build(jobs: Sequence[Job], curvature: Curvature) -> list[Block | None]:
         with job.timer:
             job.prepare(curvature)
     groups = _by_size([job for job in jobs if len(job.gram)])
-    choices = _read([_choices(same, curvature) for same in groups])  # the one look that every refresh takes
+    choices = read([_choices(same, curvature) for same in groups])  # the one look that every refresh takes
     alive = [(job, k) for same, ks in zip(groups, choices, strict=True) for job, k in zip(same, ks, strict=True) if k >= 0]
     for job, k in alive:
         with job.timer:
@@ -188,13 +201,22 @@ def _average(jobs: Sequence[Job], curvature: Curvature) -> None:
         tops = top(K)
         lam = _sent([job.damping for job in same], tops)
         lam = lam * tops if curvature.relative_damping else lam
-        counts.append((values >= (NEGLIGIBLE * lam[:, None] if K.dtype != torch.float64 else 0)).sum(1))
+        kept = (values >= (NEGLIGIBLE * lam[:, None] if K.dtype != torch.float64 else 0)).sum(1)
+        counts.append(torch.where(tops.isfinite(), kept, -1))
         for job, *found in zip(same, tops.to(K.dtype).unbind(), W.to(K.dtype).unbind(), strict=True):
             job.top, job.V = found
-    for same, numbers in zip(groups, _read(counts), strict=True):
+    for same, numbers in zip(groups, read(counts), strict=True):
         for job, count in zip(same, numbers, strict=True):
+            if count < 0:  # what was kept before is not finite: it goes
+                job.gram, job.top = job.fresh
+                continue
             with job.timer:
                 job.truncate(max(1, min(count, job.plan.rank)))
+
+
+def _own(t: Tensor) -> Tensor:
+    """Without the rest of a batch of which it is a part."""
+    return t if t.untyped_storage().nbytes() <= t.numel() * t.element_size() else t.clone()
 
 
 def _lengths(K: Tensor) -> Tensor:
@@ -208,15 +230,6 @@ def _sent(numbers: Sequence[float], like: Tensor) -> Tensor:
     return send(
         torch.tensor(numbers, dtype=like.dtype if isinstance(numbers[0], float) else torch.int64, device="cpu"), like.device
     )
-
-
-def _read(numbers: Sequence[Tensor]) -> list[list[int]]:
-    """One look at the device for all of them."""
-    if not numbers:
-        return []
-    flat = torch.cat([n.long() for n in numbers]).tolist()
-    ends = list(accumulate(len(n) for n in numbers))
-    return [flat[end - len(n) : end] for n, end in zip(numbers, ends, strict=True)]
 
 
 def _factors(U: Implicit | Windows, rank: int, curvature: Curvature, generator: torch.Generator) -> Operator:

@@ -30,7 +30,6 @@ class Backward:
     pieces: dict[int, Operator] = field(default_factory=dict)  # site -> U, unscaled
     kappa: Counter[int] = field(default_factory=Counter)  # site -> positions per sample, over all its calls
     numbers: Counter[int] = field(default_factory=Counter)  # site -> numbers per sample of inputs and outputs of `Windows`
-    seen: dict[int, list[tuple[Tensor, int]]] = field(default_factory=dict)  # site -> inputs still referred to, their versions
 
     @property
     def samples(self) -> int:
@@ -97,8 +96,6 @@ class Samples:
             U = U if keep is None else keep(site, U)
             waiting = backward.pieces.get(index)
             backward.pieces[index] = U if waiting is None else added(waiting, U)
-            if any(t.untyped_storage().data_ptr() == a.untyped_storage().data_ptr() for t in U.tensors()):
-                backward.seen.setdefault(index, []).append((a, a._version))
 
     def timer(self, index: int) -> Timer:
         """The clock of a site's refresh."""
@@ -150,10 +147,6 @@ class Samples:
         """Whether a backward reached the site."""
         return any(index in backward.pieces for backward in self.backwards.values())
 
-    def overwritten(self, index: int) -> bool:
-        """Whether an input that a capture still refers to was changed in place after its backward."""
-        return any(a._version != version for backward in self.backwards.values() for a, version in backward.seen.get(index, ()))
-
     def take(self, index: int, scale: float) -> Operator:
         """U (n, ϱ) of a captured site with columns u_i/√ϱ; its pieces are let go, so that one U at a time is whole.
 
@@ -162,8 +155,6 @@ class Samples:
         B = self.total
         rho = B if self.limit is None else min(B, self.limit)
         pieces = [backward.pieces.pop(index) for backward in self.backwards.values() if index in backward.pieces]
-        for backward in self.backwards.values():
-            backward.seen.pop(index, None)
         return stacked([_settled(piece, self.sites[index].dtype) for piece in pieces]).scaled(B / max(rho, 1) ** 0.5 / scale)
 
 

@@ -6,6 +6,7 @@ On a GPU a small network's step is bound by launches, and a block solved by itse
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -118,11 +119,16 @@ class OneByOne:
 
     def __call__(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
         """d for the parameters of these blocks."""
+        with torch.autocast(self.solves[0].site.lead.device.type, enabled=False) if self.solves else nullcontext():
+            return self._solved(grads)
+
+    def _solved(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
         if not self.solves or not self.solves[0].site.lead.is_cuda or torch.compiler.is_compiling():
             return self._one_by_one(grads)
         now = fixed(self.solves, grads)
         graph = next((graph for graph in self.graphs if graph.addresses == now), None)
         whole = all(p in grads for solve in self.solves for p in solve.params)
+        whole = whole and len({solve.site.lead.device for solve in self.solves}) == 1
         if graph is None and whole and now in self.seen and len(self.graphs) < MOST and not _capturing():
             graph = Recorded(self.solves, grads)
             self.graphs.append(graph)
@@ -192,7 +198,10 @@ class Quick:
                 grads[i] = alone[ready.params[i]]
         hyper = [Hyper(float(h["lr"]), h["momentum"], h["weight_decay"], h["nesterov"], h["maximize"]) for h in self.groups]
         buffers = [state.get("momentum_buffer") for state in self.states]
-        known = len(self.buffers) == len(buffers) and all(a is b for a, b in zip(buffers, self.buffers, strict=True))
+        known = len(self.buffers) == len(buffers) and all(
+            a is b and (not hyper[i].momentum if a is None else a.stride() == p.stride())
+            for a, b, p, i in zip(buffers, self.buffers, ready.params, self.group_of, strict=True)
+        )
         if any(h.momentum for h in hyper) and not known:
             entries = zip(self.states, ready.params, self.group_of, strict=True)
             buffers = self.buffers = [_buffer(state, p) if hyper[i].momentum else None for state, p, i in entries]
@@ -223,15 +232,17 @@ def sort(solves: Sequence[Solve], grads: Gradients, updates: bool) -> Ready:
     cores = _cores(solves)
     whole = [s for s in solves if all(p in grads for p in s.params)]
     found = {id(s): _item(s, cores[id(s)]) for s in whole}
-    items = {key: item for key, item in found.items() if item is not None and fits(item)}
+    device = next((item.Y.device for item in found.values() if item is not None), solves[0].site.lead.device)
+    items = {key: item for key, item in found.items() if item is not None and item.Y.device == device and fits(item)}
     members = [s for s in solves if id(s) in items]
     params = [p for s in members for p in s.params]
     plain: list[Item] = []
     if updates:
         inside = set(params)
-        none = torch.zeros((), dtype=torch.int64, device=solves[0].site.lead.device)
+        none = torch.zeros((), dtype=torch.int64, device=device)
         dtype = next((item.Y.dtype for item in items.values()), torch.float32)  # of one kind with the others
-        plain = [item for p in grads if p not in inside and fits(item := _plain(p, dtype, none))]
+        others = [p for p in grads if p not in inside and p.device == device]
+        plain = [item for p in others if fits(item := _plain(p, dtype, none))]
         params += [item.pieces[0].param for item in plain]  # type: ignore[misc]
     if not items:
         return Ready(OneByOne(solves))
@@ -263,12 +274,12 @@ def _item(s: Solve, core: Tensor) -> Item | None:
 
 def _cores(solves: Sequence[Solve]) -> dict[int, Tensor]:
     """C of d = g − Yᵀ(C(Yg)) for U = scale·Yᵀ, those of one size at once."""
-    sizes: dict[int, list[Solve]] = {}
+    sizes: dict[tuple[int, torch.device], list[Solve]] = {}
     for s in solves:
-        sizes.setdefault(len(s.inverse), []).append(s)
+        sizes.setdefault((len(s.inverse), s.inverse.device), []).append(s)
     out: dict[int, Tensor] = {}
-    one = torch.ones((), device=solves[0].inverse.device)
-    for same in sizes.values():
+    for (_, device), same in sizes.items():
+        one = torch.ones((), device=device)
         scale = torch.stack([s.block.U.scale if isinstance(s.block.U, Merged) else one for s in same]).double()
         C = torch.stack([s.inverse for s in same]) * scale.square()[:, None, None]
         out |= zip(map(id, same), C.float().unbind(), strict=True)

@@ -6,6 +6,10 @@ and used in turn, each when its last copy has gone through.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -29,7 +33,7 @@ class _Slot:
         return out
 
 
-_SLOTS: list[_Slot] = []
+_SLOTS: defaultdict[torch.device, list[_Slot]] = defaultdict(list)
 _turn = 0
 
 
@@ -39,6 +43,16 @@ def send(numbers: Tensor, device: torch.device, to: Tensor | None = None) -> Ten
         return numbers.to(device)
     global _turn
     _turn = (_turn + 1) % SLOTS
-    while len(_SLOTS) <= _turn:
-        _SLOTS.append(_Slot())
-    return _SLOTS[_turn].send(numbers.contiguous(), device, to)
+    slots = _SLOTS[device]
+    while len(slots) <= _turn:
+        slots.append(_Slot())
+    return slots[_turn].send(numbers.contiguous(), device, to)
+
+
+def read(numbers: Sequence[Tensor]) -> list[list[int]]:
+    """Several rows of integers from the device, in one look; a look each where they are on several."""
+    if len({n.device for n in numbers}) > 1:
+        return [n.tolist() for n in numbers]
+    flat = torch.cat([n.long() for n in numbers]).tolist() if numbers else []
+    ends = accumulate(len(n) for n in numbers)
+    return [flat[end - len(n) : end] for n, end in zip(numbers, ends, strict=True)]

@@ -694,3 +694,34 @@ def test_a_layer_that_memory_leaves_out_is_said():
     opt.preconditioner.sites[0].members[0].module(x).square().mean().backward()
     opt.step()
     assert opt.diagnostics()["Linear"]["form"] == "implicit"  # factors fit where a basis does not
+
+
+def test_a_step_like_the_last_one_sorts_nothing_again(monkeypatch):
+    """Also where a layer is frozen; and what changes is seen."""
+    import seng.preconditioner as engine
+
+    calls = []
+    sort = engine.sort
+    monkeypatch.setattr(engine, "sort", lambda *args: calls.append(1) or sort(*args))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    damping = torch.tensor(0.1)
+    opt = seng.SENG(model, lr=0.1, refresh_every=100, damping=damping)
+    for step in range(8):
+        opt.zero_grad()
+        model(torch.randn(6, 4)).square().mean().backward()
+        if step == 4:
+            damping.fill_(0.5)
+        if step == 6:
+            model[4].bias.grad = None
+        opt.step()
+    assert len(calls) == 4  # the first, another damping, another set of gradients and back
+    assert opt.preconditioner.blocks[1].core[0] == 0.5
+
+
+def test_no_positions_are_no_samples_of_curvature():
+    layer = nn.Linear(7, 3)
+    opt = seng.SENG(layer, lr=0.1)
+    layer(torch.randn(4, 0, 7)).sum().backward()
+    opt.step()
+    assert all(p.isfinite().all() for p in layer.parameters())

@@ -123,3 +123,34 @@ def test_half_precision_is_for_the_basis_alone():
     U = graded(30, 200, 0.9)
     (block,) = build([job(explicit(U), merged(explicit(U), 16))], seng.Curvature(rank=16, decay=0))
     assert isinstance(block.U, Merged) and block.U.Y.dtype == torch.float16 and block.gram.dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+def test_a_basis_in_float32_is_averaged_with_one_in_half_precision(size):
+    """As after a warm-up without autocast: whatever the size of the gradients, and it never stays broken."""
+    curvature = seng.Curvature(rank=48, decay=0.7)
+    Us = [size * graded(40, 300, 0.8, seed) for seed in range(2)]
+    (before,) = build([job(explicit(Us[0]), merged(explicit(Us[0]), 48), False)], curvature)
+    (block,) = build([job(explicit(Us[1]), merged(explicit(Us[1]), 48), True, before)], curvature)
+    values, vectors = torch.linalg.eigh(0.7 * Us[0] @ Us[0].T + 0.3 * Us[1] @ Us[1].T)
+    assert error(block, vectors * values.clamp_min(0).sqrt(), Us[1].sum(1)) < 0.02
+    before.gram = before.gram * torch.nan
+    (block,) = build([job(explicit(Us[1]), merged(explicit(Us[1]), 48), True, before)], curvature)
+    assert error(block, Us[1], Us[1].sum(1)) < 0.02
+
+
+def test_columns_in_half_precision_keep_every_eigenvalue_in_range():
+    U = graded(30, 200, 0.9)
+    chosen = Plan(Dims("layer", (1, 200, 1), 1, 30, None), "explicit", 30, "")
+    (block,) = build([job(explicit(U), chosen)], seng.Curvature(form="explicit", rank=30))
+    directions = torch.stack([block.solve(e, 1e-5) for e in torch.eye(200).float()])
+    values = torch.linalg.eigvalsh((directions + directions.T).double() / 2)
+    assert values[0] > 0 and values[-1] < 1 + 1e-5
+
+
+@pytest.mark.parametrize("rank", [4, 64])
+def test_the_largest_eigenvalue_of_a_basis_is_not_the_sketch_s(rank):
+    U = explicit(graded(16, 300, 0.9))
+    curvature = seng.Curvature(form="merged", rank=rank, decay=0, sketch=seng.sketch.Rows(20))
+    (block,) = build([job(U, merged(U, rank), False)], curvature)
+    torch.testing.assert_close(block.top, torch.linalg.eigvalsh(block.gram)[-1], rtol=1e-4, atol=0)
