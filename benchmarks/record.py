@@ -12,7 +12,7 @@ import torch
 from seng.lab.record import provenance
 
 
-def _command() -> str:
+def command() -> str:
     """The command line, without the place where the file was put."""
     words = sys.argv[:]
     if "--out" in words:
@@ -25,5 +25,5 @@ def write(path: Path, setting: str, rows: Any) -> None:
     """Write and show it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**provenance(_command(), device), "setting": setting, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({**provenance(command(), device), "setting": setting, "rows": rows}, indent=1) + "\n")
     print(path.read_text())

@@ -87,6 +87,6 @@ def factorize(dampings: Sequence[tuple[Block, float]]) -> None:
         tops = torch.stack([block.top for block, _ in same])
         lam = torch.where(relative, torch.where(tops > 0, lam * tops, 1), lam)
         K, scale = K.to(widest(K)), lam.to(widest(K))[:, None, None]
-        cores, _ = inverse(torch.eye(K.shape[-1], dtype=K.dtype, device=K.device) + K / scale)
+        cores = inverse(torch.eye(K.shape[-1], dtype=K.dtype, device=K.device) + K / scale)
         for (block, damping), one, core in zip(same, lam.unbind(), (cores / scale).unbind(), strict=True):
             block.core = damping, one, core

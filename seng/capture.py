@@ -220,6 +220,16 @@ def _(a: Tensor, g: Tensor, outer: Tensor, where: Tensor, training: bool, own: b
     return g.new_zeros(())
 
 
+def accumulates(p: Tensor) -> bool:
+    """Whether the running backward reaches p: not so when only a gradient of the inputs is asked for (a gradient penalty)."""
+    if not p.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
+    except RuntimeError:  # torch.autograd.grad was asked for gradients of parameters, and does not say which
+        return True
+
+
 def loss_scale() -> float:
     """The scale of the GradScaler whose step() runs this one: the gradients are unscaled by now, the captures are not."""
     frame = sys._getframe()

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
-from torch.optim.sgd import sgd
 
 from seng.capture import Capture, loss_scale
 from seng.checks import check_group, check_number
-from seng.kronecker import Moments, Pair, damped_inverses, factor_dtype, in_use, why_plain
+from seng.distributed import check_whole
+from seng.kronecker import Moments, Pair, damped_inverses, why_plain
 from seng.layers import ON_REQUEST
-from seng.notices import warn
+from seng.notices import not_captured, warn
+from seng.optimizer import update
 from seng.sites import Segment, Site, survey
 
 
@@ -78,8 +79,7 @@ class KFAC(Optimizer):
         """Look for the layers and hook them; the factors of those that were known before are in `state` and stay."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError("KFAC runs in one process: ranks with factors of their own would drift apart")
-        if any(hasattr(p, "device_mesh") for p in self._params()):
-            raise RuntimeError("the parameters are DTensors, spread over a device mesh: KFAC works on whole parameters")
+        check_whole(self._params())
         self._sites = [] if self._module is None else self._survey(self._module)
         self._moments = Moments(self._sites)  # an object of its own, so that no cycle holds the optimizer
         self._capture = Capture([site.members[0].module for site in self._sites], self._moments.receive)
@@ -147,9 +147,9 @@ class KFAC(Optimizer):
         with torch.autocast(next(iter(grads)).device.type, enabled=False):
             directions = self._directions(grads)
         for group in self.param_groups:
-            self._update(group, [p for p in group["params"] if p in grads], directions)
+            update(self.state, group, [p for p in group["params"] if p in grads], directions)
         covered = {site for site in self._sites if self._factors(site)}
-        self._owed = any(in_use(site, grads) for site in self._sites if site not in covered)
+        self._owed = any(site.in_use(grads) for site in self._sites if site not in covered)
         self._steps += bool(covered)  # tools that step with zeros, to fill an optimizer's state, do not count
         for site in covered:
             self.state[site.lead]["step"] = torch.tensor(self._steps, device="cpu")
@@ -175,11 +175,8 @@ class KFAC(Optimizer):
                     G, A = (x.lerp(y, 1 - self._decay) for x, y in zip(old, fresh, strict=True))
                     self.state[site.lead] |= {"G": G, "A": A}
                     self._inverses[site.lead] = None, self._inverses.get(site.lead, (None, None))[1]
-            elif not self._excused and in_use(site, grads):
-                raise RuntimeError(
-                    f"layer '{site.name}' has a gradient but was not captured on this refresh step: its forward must run "
-                    "through the module itself, after the optimizer is built; seng.layers.arrange(layer, None) leaves it out"
-                )
+            elif not self._excused and site.in_use(grads):
+                raise not_captured(site.name)
 
     def _directions(self, grads: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """X = G⁻¹ g A⁻¹ for the layers that have factors, g for all else."""
@@ -189,10 +186,8 @@ class KFAC(Optimizer):
             damping |= dict.fromkeys(group["params"], float(group["damping"]))
         out = dict(grads)
         for site in self._sites:
-            values, active = {damping[s.param] for s in site.segments}, site.active()
-            if len(values) > 1:
-                raise ValueError(f"layer '{site.name}' is one block and has the dampings {sorted(values)}: give it one")
-            inverse = self._inverse(site, active, values.pop()) if any(s.param in grads for s in active) else None
+            lam, active = site.damping(damping), site.active()
+            inverse = self._inverse(site, active, lam) if any(s.param in grads for s in active) else None
             if inverse is not None:
                 G, A = inverse
                 X = G @ site.gather(active, grads, G.dtype).view(len(G), len(A)) @ A
@@ -211,14 +206,6 @@ class KFAC(Optimizer):
         self._inverses[site.lead] = (damping, active), inverse
         return inverse
 
-    def _update(self, group: dict[str, Any], params: list[nn.Parameter], directions: dict[nn.Parameter, Tensor]) -> None:
-        buffers = [self.state[p].get("momentum_buffer") for p in params] if group["momentum"] else [None] * len(params)
-        options = {name: group[name] for name in ("weight_decay", "momentum", "lr", "nesterov", "maximize")}
-        sgd(list(params), [directions[p] for p in params], buffers, dampening=0.0, **options)
-        if group["momentum"]:
-            for p, buffer in zip(params, buffers, strict=True):
-                self.state[p]["momentum_buffer"] = buffer
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what was captured along with the gradients goes with them."""
         super().zero_grad(set_to_none)
@@ -229,10 +216,11 @@ class KFAC(Optimizer):
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         self._steps = 0
+        dtypes = {site.lead: site.dtype for site in self._sites}
         for key, p in zip(keys, self._params(), strict=True):
             given = state_dict["state"].get(key, {})
-            if "A" in given:
-                self.state[p] |= {name: given[name].to(p.device, factor_dtype(p)) for name in ("A", "G")}
+            if "A" in given and p in dtypes:
+                self.state[p] |= {name: given[name].to(p.device, dtypes[p]) for name in ("A", "G")}
                 self._steps = int(given["step"])
         self._restart()
 

@@ -12,13 +12,14 @@ E is over the step's samples with the loss's own gradients (the empirical Fisher
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from seng.capture import accumulates
 from seng.sites import Site
 
 Pair = tuple[Tensor, Tensor]  # of G's and of A's size
@@ -32,11 +33,6 @@ def why_plain(site: Site) -> str | None:
     if not site.factored or isinstance(module, _ConvTransposeNd):
         return type(module).__name__
     return "grouped convolution" if site.segments[0].shape[0] > 1 else None
-
-
-def in_use(site: Site, grads: Mapping[nn.Parameter, Tensor]) -> bool:
-    """Whether a gradient has reached the site."""
-    return any(s.param in grads and bool(grads[s.param].any()) for s in site.active())
 
 
 class Moments:
@@ -67,7 +63,7 @@ class Moments:
     def receive(self, task: int, index: int, training: bool, own: bool, a: Tensor, g: Tensor) -> None:
         """Called inside the backward, once per call of a layer: the calls' positions add up."""
         site, (member,) = self.sites[index], self.sites[index].members
-        if not any(_accumulates(s.param) for s in site.active()):
+        if not any(accumulates(s.param) for s in site.active()):
             return
         if task not in self.counts:
             if self._stale():
@@ -78,7 +74,7 @@ class Moments:
         seen = member.kind.rule(member.module, a, g)  # Ĝ (ϱ, n_G, κ), Â (ϱ, n_A, κ)
         assert isinstance(seen, tuple)
         # As rows (ϱκ, n_G) and (ϱκ, n_A), and wide: half precision is enough for a and g, not for sums of their products.
-        G, A = ((x.mT.flatten(0, 1) if x.dim() == 3 else x).to(factor_dtype(site.lead)) for x in seen)
+        G, A = ((x.mT.flatten(0, 1) if x.dim() == 3 else x).to(site.dtype) for x in seen)
         names = [s.name for s in site.segments]
         fresh = G.T @ G, _gram(A if "weight" in names else A[:, :0], "bias" in names), len(G)
         waiting = self.sums.get(index)
@@ -90,14 +86,6 @@ class Moments:
         if any(g is not None and bool(g.any()) for g in grads):
             return False
         return all(g is None for g in grads) or any(bool(G.any()) for G, _, _ in self.sums.values())
-
-
-def _accumulates(p: nn.Parameter) -> bool:
-    """Whether the running backward reaches p: not so when only a gradient of the inputs is asked for (a gradient penalty)."""
-    try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
-    except RuntimeError:  # torch.autograd.grad was asked for gradients of parameters, and does not say which
-        return True
 
 
 def _gram(A: Tensor, ones: bool) -> Tensor:
@@ -125,8 +113,3 @@ def _inverse(M: Tensor, shift: Tensor) -> Tensor | None:
             return inverse
         shift = torch.maximum(10 * shift, torch.finfo(M.dtype).eps * M.trace())
     return None
-
-
-def factor_dtype(p: Tensor) -> torch.dtype:
-    """The precision of the factors."""
-    return torch.float64 if p.dtype == torch.float64 else torch.float32

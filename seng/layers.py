@@ -51,9 +51,7 @@ class Kind:
     whole_batch: bool  # the rule needs every sample even where only the first ϱ are wanted
     features: Callable[[Any], int]  # trailing dimensions of the input that are features; no more means one sample
     layout: Layout
-    unfolded_later: Callable[[Any, Tensor, Tensor, int], Windows | None] | None = (
-        None  # a convolution's factors, where they can wait
-    )
+    unfolded_later: Callable[[Any, Tensor, Tensor, int], Windows | None] | None = None  # the factors, where they can wait
 
 
 KINDS: dict[type[nn.Module], Kind] = {}

@@ -22,10 +22,9 @@ JITTER = (1e-12, 1e-8, 1e-4)  # tried in this order, relative to the mean of the
 def cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
     """L with LLᵀ = S for each of S (…, m, m), and whether it was found with growing jitter. The device is never waited for."""
     L, info = torch.linalg.cholesky_ex(S)
-    for jitter in (
-        JITTER if S.device.type == "cpu" else JITTER[-1:]
-    ):  # elsewhere a look would be a wait, and each try takes time
-        if S.device.type == "cpu" and not info.any():
+    here = S.device.type == "cpu"  # elsewhere a look would be a wait, and each try takes time
+    for jitter in JITTER if here else JITTER[-1:]:
+        if here and not info.any():
             break
         mean = S.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
         raised = S + jitter * mean * torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
@@ -34,11 +33,11 @@ def cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
     return L, info == 0
 
 
-def inverse(S: Tensor) -> tuple[Tensor, Tensor]:
-    """S⁻¹ for each of S (…, m, m), positive definite; not a number where no factorization was found. And whether it was."""
+def inverse(S: Tensor) -> Tensor:
+    """S⁻¹ for each of S (…, m, m), positive definite; not a number where no factorization was found."""
     L, found = cholesky(S)
     R = torch.linalg.solve_triangular(L, torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(L), upper=False)
-    return torch.where(found[..., None, None], R.mT @ R, torch.nan), found
+    return torch.where(found[..., None, None], R.mT @ R, torch.nan)
 
 
 def eigh(S: Tensor) -> tuple[Tensor, Tensor]:

@@ -125,7 +125,7 @@ class SENG(Optimizer):
             directions = {p: g / damping[p] for p, g in grads.items()}
         if directions:
             for group in self.param_groups:
-                self._update(group, [p for p in group["params"] if p in directions], directions)
+                update(self.state, group, [p for p in group["params"] if p in directions], directions)
         if self.preconditioner is not None and grads:
             self.preconditioner.advance()
         return loss
@@ -191,25 +191,6 @@ class SENG(Optimizer):
         quick.step(grads)  # type: ignore[arg-type]
         engine.advance()
         return True
-
-    def _update(self, group: dict[str, Any], params: list[nn.Parameter], directions: dict[nn.Parameter, Tensor]) -> None:
-        if not params:
-            return
-        buffers = [self.state[p].get("momentum_buffer") for p in params] if group["momentum"] else [None] * len(params)
-        sgd(
-            list(params),
-            [directions[p] for p in params],
-            buffers,
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-        )
-        if group["momentum"]:
-            for p, buffer in zip(params, buffers, strict=True):
-                self.state[p]["momentum_buffer"] = buffer
 
     def __getstate__(self) -> dict[str, Any]:
         """For deepcopy and pickle: a copy is covered as the original is, over the module that is copied along with it."""
@@ -307,6 +288,18 @@ class SENG(Optimizer):
                 "the loaded state has no curvature: the next step refreshes it. torch.distributed.checkpoint loads only "
                 "what is there already: call seng.expect_curvature before dcp.load"
             )
+
+
+def update(state: Any, group: dict[str, Any], params: list[nn.Parameter], directions: dict[nn.Parameter, Tensor]) -> None:
+    """Weight decay, momentum and step of torch's SGD, with directions in place of gradients."""
+    if not params:
+        return
+    buffers = [state[p].get("momentum_buffer") for p in params] if group["momentum"] else [None] * len(params)
+    options = {name: group[name] for name in ("weight_decay", "momentum", "lr", "nesterov", "maximize")}
+    sgd(list(params), [directions[p] for p in params], buffers, dampening=0.0, **options)
+    if group["momentum"]:
+        for p, buffer in zip(params, buffers, strict=True):
+            state[p]["momentum_buffer"] = buffer
 
 
 def _with_curvature(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ class Preconditioner:
             self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
             self.loaded = False
             used = [i for i in self.blocks if any(s.param in grads for s in self.covered[i])]
-            factorize([(self.blocks[i], _one_damping(self.sites[i], damping)) for i in used])
+            factorize([(self.blocks[i], self.sites[i].damping(damping)) for i in used])
             solves = {i: Solve(self.sites[i], self.covered[i], self.blocks[i], *_core(self.blocks[i])) for i in used}
             out = Ready(OneByOne(list(solves.values()))) if traced else sort(list(solves.values()), grads, updates)
             self._record({i: solves[i] for i in refreshed if i in solves}, out, grads)
@@ -209,9 +209,6 @@ class Preconditioner:
         self.steps += not (self.missed and not self.blocks)
         self._rearm()
 
-    def _in_use(self, index: int, grads: Gradients) -> bool:
-        return any(s.param in grads and bool(grads[s.param].any()) for s in self.sites[index].active())
-
     def _take_plain(self, index: int, why: str) -> None:
         self.notices.plain(self.sites[index].name, why)
         self.blocks.pop(index, None)
@@ -221,7 +218,7 @@ class Preconditioner:
     def _bare(self, index: int, grads: Gradients) -> bool:
         """Whether a site that should have curvature is in use without any."""
         known = index in self.blocks or index in self.refused or index in self.owed
-        return not known and self._in_use(index, grads)
+        return not known and self.sites[index].in_use(grads)
 
     def _refresh(self, grads: Gradients, damping: Dampings) -> list[int]:
         """Build the blocks of all sites that were captured; the sites that succeeded."""
@@ -235,7 +232,7 @@ class Preconditioner:
                 self._take_plain(index, reason)
             elif self.samples.captured(index):
                 found.append(index)
-            elif not (self.own_batch or self.loaded) and self._in_use(index, grads):
+            elif not (self.own_batch or self.loaded) and self.sites[index].in_use(grads):
                 raise not_captured(site.name)
         rho = min(self.samples.total, self.curvature.samples or self.samples.total)
         numbers = self.samples.numbers
@@ -248,7 +245,7 @@ class Preconditioner:
                 self._take_plain(index, chosen.why)
             else:
                 self.notices.sketch(self.curvature.sketch, chosen.dims)
-                jobs[index] = self._job(index, chosen, grads, _one_damping(self.sites[index], damping), scale)
+                jobs[index] = self._job(index, chosen, grads, self.sites[index].damping(damping), scale)
         self._count_failures(list(jobs))
         with self.samples.together:
             built = dict(zip(jobs, build(list(jobs.values()), self.curvature), strict=True))
@@ -400,12 +397,3 @@ def _wide(U: Implicit) -> Implicit:
 def _core(block: Block) -> tuple[Tensor, Tensor]:
     assert block.core is not None
     return block.core[1], block.core[2]
-
-
-def _one_damping(site: Site, damping: Dampings) -> float:
-    values = {damping[s.param] for s in site.segments}
-    if len(values) > 1:
-        raise ValueError(
-            f"layer '{site.name}' is one block but its parameters have the dampings {sorted(values)}: give them one"
-        )
-    return values.pop()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from seng.capture import accumulates
 from seng.diagnostics import Timer
 from seng.operators import HALF, Explicit, Implicit, Lookup, Operator, Windows
 from seng.sites import Member, Segment, Site, differs
@@ -69,7 +70,7 @@ class Samples:
         index, member = self.layers[layer]
         site = self.sites[index]
         active = self.active.get(index) or site.active()
-        if not any(_accumulates(segment.param) for segment in active):
+        if not any(accumulates(segment.param) for segment in active):
             return
         backward = self._of(task)
         self.active[index] = active
@@ -156,16 +157,6 @@ class Samples:
         rho = B if self.limit is None else min(B, self.limit)
         pieces = [backward.pieces.pop(index) for backward in self.backwards.values() if index in backward.pieces]
         return stacked([_settled(piece, self.sites[index].dtype) for piece in pieces]).scaled(B / max(rho, 1) ** 0.5 / scale)
-
-
-def _accumulates(p: nn.Parameter) -> bool:
-    """Whether the running backward reaches p: not so when only a gradient of the inputs is asked for (a gradient penalty)."""
-    if not p.requires_grad:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
-    except RuntimeError:  # torch.autograd.grad was asked for gradients of parameters, and does not say which
-        return True
 
 
 def _settled(U: Operator, dtype: torch.dtype) -> Operator:

@@ -85,6 +85,19 @@ class Site:
         """The segments that are trained now."""
         return tuple(segment for segment in self.segments if segment.param.requires_grad)
 
+    def in_use(self, grads: Mapping[nn.Parameter, Tensor]) -> bool:
+        """Whether a gradient has reached it."""
+        return any(s.param in grads and bool(grads[s.param].any()) for s in self.active())
+
+    def damping(self, dampings: Mapping[nn.Parameter, float]) -> float:
+        """Its parameters' one damping."""
+        values = {dampings[s.param] for s in self.segments}
+        if len(values) > 1:
+            raise ValueError(
+                f"layer '{self.name}' is one block but its parameters have the dampings {sorted(values)}: give them one"
+            )
+        return values.pop()
+
     def shape(self, active: tuple[Segment, ...]) -> Shape:
         h, n_G, _ = active[0].shape
         return h, n_G, sum(segment.shape[2] for segment in active)

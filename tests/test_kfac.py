@@ -380,7 +380,7 @@ def test_param_groups_may_have_their_own_damping_and_come_later():
     assert len(opt.param_groups) == 2
     opt.add_param_group({"params": [model[5].weight], "damping": 1.0})
     opt.add_param_group({"params": [model[5].bias], "damping": 2.0})
-    with pytest.raises(ValueError, match="has the dampings"):
+    with pytest.raises(ValueError, match="have the dampings"):
         train(opt, model, *batches(1)[0])
 
 
