@@ -216,7 +216,6 @@ def test_what_spectrum_keeps_is_nearly_the_most_there_is(small_work, decay):
 
 
 def test_small_eigenvalues_are_not_lost_beside_large_ones(small_work):
-    """Powers of K, or a QR of too bad a condition, would drop them: then a direction could be off by a third."""
     K = grams(0.8)  # over more than seven orders of magnitude
     _, V = numerics.spectrum(K, 30, torch.Generator().manual_seed(0))
     left = (torch.eye(40) - V @ V.mT) @ K @ (torch.eye(40) - V @ V.mT)

@@ -49,7 +49,7 @@ def error(block, U: torch.Tensor, g: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("half", [True, False])
-@pytest.mark.parametrize("decay", [0.8, 0.9, 1.0])
+@pytest.mark.parametrize("decay", [0.7, 0.85, 1.0])
 def test_as_many_directions_as_the_direction_needs(small_work, half, decay):
     Us = [graded(64, 300, decay, seed) for seed in range(3)]
     curvature = seng.Curvature(rank=None, decay=0)
@@ -74,7 +74,6 @@ def test_an_average_in_half_precision_is_that_of_the_matrices(small_work, half):
 
 
 def test_wide_bases_of_steep_spectra(small_work):
-    """Where the range finder loses small eigenvalues beside large ones, this is off by a third."""
     U = graded(64, 300, 0.9)
     (block,) = build([job(explicit(U), merged(explicit(U), 60))], seng.Curvature(rank=60, decay=0.8))
     assert block.U.samples == 60 and error(block, U, U.sum(1)) < 0.02
