@@ -56,7 +56,7 @@ def profiled(work: Callable[[], None], wait: Callable[[], None], cuda: bool) -> 
     events.sort(key=lambda e: -getattr(e, key))
     launches = sum(e.count for e in seen.key_averages() if "LaunchKernel" in e.key)
     lines = [f"{sum(getattr(e, key) for e in events) / 1e3:.2f} ms busy, {launches} launches"]
-    return lines + [f"  {getattr(e, key) / 1e3:8.3f} ms ×{e.count:5d}  {e.key[:90]}" for e in events[:15]]
+    return lines + [f"  {getattr(e, key) / 1e3:8.3f} ms ×{e.count:5d}  {e.key[:90]}" for e in events[:24]]
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ scaled for every λ, and its smallest eigenvalue is 1.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from seng.numerics import inverse, widest
 from seng.operators import Independent, Operator
-from seng.sketch import Omega
+from seng.replay import directly, signature, write
+from seng.sketch import Identity, Omega
 from seng.staging import send
 
 
@@ -37,6 +39,17 @@ class Block:
     def __post_init__(self) -> None:
         self.Xi = self.omega.of(self.U)
         self.failures = torch.zeros((), dtype=torch.int64, device=self.gram.device)
+
+    def renewed(
+        self, U: Operator, omega: Omega, gram: Tensor, top: Tensor, relative: bool
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """What to copy into which of its tensors to make it that of another U; None where their shapes are others."""
+        alike = isinstance(omega, Identity) and isinstance(self.omega, Identity) and signature(U) == signature(self.U)
+        if not alike or (gram.shape, gram.dtype, relative) != (self.gram.shape, self.gram.dtype, self.relative):
+            return None
+        self.core = None if self.core is None else (math.nan, *self.core[1:])  # to be written to as well
+        own, new = [*self.U.tensors(), self.gram, self.top], [*U.tensors(), gram, top]
+        return [(to, t) for to, t in zip(own, new, strict=True) if to is not t]
 
     def solve(self, g: Tensor, damping: float) -> Tensor:
         """λ(M + λI)⁻¹g."""
@@ -71,11 +84,8 @@ class Block:
         return self.core[1], self.core[2]
 
 
-def factorize(dampings: Sequence[tuple[Block, float]]) -> None:
-    """(λI + K)⁻¹ for every block whose λ has changed, those of one size at once.
-
-    In float64 whatever the precision of U: the error of b enters d times λ_max/λ.
-    """
+def factorize(dampings: Sequence[tuple[Block, float]], run: Callable[..., list[Tensor]] = directly) -> None:
+    """(λI + K)⁻¹ for every block whose λ has changed, those of one size at once."""
     stale: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[Block, float]]] = defaultdict(list)
     for block, damping in dampings:
         if block.core is None or block.core[0] != damping:
@@ -85,8 +95,20 @@ def factorize(dampings: Sequence[tuple[Block, float]]) -> None:
         lam = send(torch.tensor([damping for _, damping in same], dtype=K.dtype, device="cpu"), K.device)
         relative = send(torch.tensor([block.relative for block, _ in same], device="cpu"), K.device)
         tops = torch.stack([block.top for block, _ in same])
-        lam = torch.where(relative, torch.where(tops > 0, lam * tops, 1), lam)
-        K, scale = K.to(widest(K)), lam.to(widest(K))[:, None, None]
-        cores = inverse(torch.eye(K.shape[-1], dtype=K.dtype, device=K.device) + K / scale)
-        for (block, damping), one, core in zip(same, lam.unbind(), (cores / scale).unbind(), strict=True):
-            block.core = damping, one, core
+        lam, cores = run(_inverses, K, lam, relative, tops)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for (block, damping), one, core in zip(same, lam.unbind(), cores.unbind(), strict=True):
+            if block.core is not None and math.isnan(block.core[0]):  # what is there is to be written to
+                pairs += (block.core[1], one), (block.core[2], core)
+                block.core = damping, *block.core[1:]
+            else:
+                block.core = damping, one.clone(), core.clone()  # without those of the others
+        write(pairs)
+
+
+def _inverses(K: Tensor, lam: Tensor, relative: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
+    """λ and (λI + K)⁻¹; in float64 whatever the precision of U: the error of b enters d times λ_max/λ."""
+    lam = torch.where(relative, torch.where(tops > 0, lam * tops, 1), lam)
+    K, scale = K.to(widest(K)), lam.to(widest(K))[:, None, None]
+    cores = inverse(torch.eye(K.shape[-1], dtype=K.dtype, device=K.device) + K / scale)
+    return lam, cores / scale

@@ -16,8 +16,9 @@ from torch.optim.optimizer import Optimizer
 
 from seng.block import Block
 from seng.numerics import deviation, eigh
-from seng.operators import Merged, Windows
+from seng.operators import Merged
 from seng.sketch import Identity
+from seng.windows import Windows
 
 LEADING = 16  # directions that the sketch error of a form without a basis looks at
 

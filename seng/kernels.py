@@ -1,10 +1,11 @@
-"""Four Triton kernels: the step between refreshes of all blocks at once. `seng.grouped` makes their tables and launches.
+"""Four Triton kernels for the step between refreshes of all blocks at once, and one for the norms of a refresh.
 
     d = g − Yᵀ(C(Yg))                            (eqs. 8, 12)
     d ← ±d + wθ,   m ← μm + d,   θ ← θ − η·(m, or d + μm by Nesterov)
 
 A block's flat index i = r·n_A + a is cut into tiles of TILE numbers. `dots` leaves Yg of each tile, `sums` adds up to SPAN
 tiles, `core` gives b = C(Yg), and `finish` ends with d or with the new θ. Sums are taken in a fixed order, in float32.
+`seng.grouped` makes their tables and launches them; `standardized` belongs to `seng.norms`.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -184,3 +185,27 @@ def finish(
         step = tl.where(_either(second, hyper + 3, first, other) > 0, d + momentum * m, m)
         d = weight - _either(second, hyper, first, other) * step
     tl.store(target, d.to(TYPE), mask=inside)
+
+
+@jit
+def standardized(
+    a, g, mean, inverse, out, C, positions, a_sample, a_channel, a_position, g_sample, g_channel, g_position,
+    POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """out[0] = Σ g·(a − mean)·inverse and out[1] = Σ g over the positions, for one sample and some channels."""
+    sample = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    mu, by = tl.load(mean + c, mask=c < C, other=0), tl.load(inverse + c, mask=c < C, other=0)
+    a += sample * a_sample + c[None, :] * a_channel
+    g += sample * g_sample + c[None, :] * g_channel
+    weight, bias = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+    for start in range(0, positions, POSITIONS):
+        p = start + tl.arange(0, POSITIONS)
+        inside = (p < positions)[:, None] & (c < C)[None, :]
+        x = tl.load(a + p[:, None] * a_position, mask=inside, other=0).to(tl.float32)
+        y = tl.load(g + p[:, None] * g_position, mask=inside, other=0).to(tl.float32)
+        weight += tl.sum(y * (x - mu[None, :]) * by[None, :], axis=0)
+        bias += tl.sum(y, axis=0)
+    out += sample * C + c
+    tl.store(out, weight, mask=c < C)
+    tl.store(out + tl.num_programs(0) * C, bias, mask=c < C)

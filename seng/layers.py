@@ -28,13 +28,12 @@ from weakref import WeakKeyDictionary
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import ParametrizationList
 
-from seng.operators import Lookup, Windows, windows
+from seng.operators import Lookup, windows
+from seng.windows import Windows
 
 Factors = tuple[Tensor, Tensor]
 Columns = dict[str, Tensor]
@@ -52,6 +51,7 @@ class Kind:
     features: Callable[[Any], int]  # trailing dimensions of the input that are features; no more means one sample
     layout: Layout
     unfolded_later: Callable[[Any, Tensor, Tensor, int], Windows | None] | None = None  # the factors, where they can wait
+    any_precision: bool = False  # a rule without factors that takes half precision as it is
 
 
 KINDS: dict[type[nn.Module], Kind] = {}
@@ -96,11 +96,13 @@ def factors(
     return register
 
 
-def columns(kind: type[nn.Module], features: Callable[[Any], int] = _last, whole_batch: bool = False) -> Callable[[Rule], Rule]:
+def columns(
+    kind: type[nn.Module], features: Callable[[Any], int] = _last, whole_batch: bool = False, any_precision: bool = False
+) -> Callable[[Rule], Rule]:
     """Register a kind whose function gives the per-sample gradient (ϱ, *shape) of each parameter by name."""
 
     def register(rule: Rule) -> Rule:
-        KINDS[kind] = Kind(kind, rule, False, whole_batch, features, (_as_row, _from_rows))
+        KINDS[kind] = Kind(kind, rule, False, whole_batch, features, (_as_row, _from_rows), None, any_precision)
         return rule
 
     return register
@@ -244,62 +246,3 @@ def _embedding(layer: nn.Embedding, a: Tensor, g: Tensor) -> Lookup:
 
 
 KINDS[nn.Embedding] = Kind(nn.Embedding, _embedding, False, False, lambda layer: 0, (_as_rows, _from_rows))
-
-
-def _affine(x_hat: Tensor, g: Tensor, keep: tuple[int, ...]) -> Columns:
-    """y = w ⊙ x̂ + b: sum g ⊙ x̂ and g over every dimension but the sample and `keep`."""
-    summed = tuple(i for i in range(1, g.dim()) if i not in keep)
-    return {
-        "weight": (g * x_hat).sum(summed) if summed else g * x_hat,
-        "bias": g.sum(summed) if summed else g,
-    }
-
-
-def _normalized(layer: nn.LayerNorm | nn.RMSNorm) -> int:
-    return len(layer.normalized_shape)
-
-
-@columns(nn.LayerNorm, _normalized)
-def _layer_norm(layer: nn.LayerNorm, a: Tensor, g: Tensor) -> Columns:
-    keep = tuple(range(a.dim() - _normalized(layer), a.dim()))
-    return _affine(F.layer_norm(a, layer.normalized_shape, eps=layer.eps), g, keep)
-
-
-@columns(nn.RMSNorm, _normalized)
-def _rms_norm(layer: nn.RMSNorm, a: Tensor, g: Tensor) -> Columns:
-    keep = tuple(range(a.dim() - _normalized(layer), a.dim()))
-    return _affine(F.rms_norm(a, layer.normalized_shape, eps=layer.eps), g, keep)
-
-
-@columns(nn.GroupNorm)
-def _group_norm(layer: nn.GroupNorm, a: Tensor, g: Tensor) -> Columns:
-    return _affine(F.group_norm(a, layer.num_groups, eps=layer.eps), g, (1,))
-
-
-def _batch_norm(layer: _BatchNorm, a: Tensor, g: Tensor) -> Columns:
-    """u_i = g_i ⊙ x̂_i: in training the batch's statistics are taken as given, so that the mean of u_i is the gradient."""
-    if layer.training or layer.running_mean is None:
-        return _affine(F.batch_norm(a, None, None, training=True, eps=layer.eps), g, (1,))
-    return _affine(F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps), g, (1,))
-
-
-for _norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-    columns(_norm, whole_batch=True)(_batch_norm)
-
-
-def _instance_norm(layer: _InstanceNorm, a: Tensor, g: Tensor) -> Columns:
-    if layer.training or layer.running_mean is None:
-        return _affine(F.instance_norm(a, eps=layer.eps), g, (1,))
-    return _affine(F.instance_norm(a, layer.running_mean, layer.running_var, use_input_stats=False, eps=layer.eps), g, (1,))
-
-
-for _space, _instance in enumerate((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), start=1):
-    columns(_instance, lambda layer, _space=_space: 1 + _space)(_instance_norm)  # type: ignore[misc]
-
-
-@columns(nn.PReLU, lambda layer: int(layer.num_parameters > 1))
-def _prelu(layer: nn.PReLU, a: Tensor, g: Tensor) -> Columns:
-    """y = max(a, 0) + w min(a, 0), one w or one per channel."""
-    single = layer.num_parameters == 1
-    u = _affine(a.clamp_max(0), g, () if single else (1,))["weight"]
-    return {"weight": u[:, None] if single else u}

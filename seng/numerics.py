@@ -61,14 +61,14 @@ def widest(S: Tensor) -> torch.dtype:
     return S.dtype if S.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
 
-def _one_by_one(K: Tensor) -> bool:
-    """Whether `eigh` of each is quick enough."""
+def one_by_one(K: Tensor) -> bool:
+    """Whether `eigh` of each is quick enough; it waits for the device."""
     return K.device.type == "cpu" or K.shape[-1] <= SMALL
 
 
 def top(K: Tensor) -> Tensor:
     """The largest eigenvalue of each of K (L, m, m): the mean of the eigenvalues, weighted by their powers 2^SQUARINGS."""
-    if _one_by_one(K):
+    if one_by_one(K):
         return eigh(K)[0][..., 0]
     K = K.to(widest(K))
     P = _unit_trace(K)
@@ -83,19 +83,24 @@ def _unit_trace(P: Tensor) -> Tensor:
     return P / torch.where(trace > 0, trace, 1)
 
 
-def spectrum(K: Tensor, width: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+def start(K: Tensor, width: int, generator: torch.Generator | None = None) -> Tensor:
+    """Where `spectrum` begins, for the `width` leading directions of K (L, m, m): some more of them at random (m, w)."""
+    m = K.shape[-1]
+    wider = 0 if one_by_one(K) else min(m, width + OVERSAMPLE)
+    return torch.randn(m, wider, generator=generator, device=K.device, dtype=widest(K))
+
+
+def spectrum(K: Tensor, width: int, start: Tensor) -> tuple[Tensor, Tensor]:
     """The `width` leading eigenvalues (L, w), descending, and directions V (L, m, w), orthonormal, of each of K (L, m, m).
 
     By orthogonal iteration the values are Rayleigh quotients, and V spans the leading directions up to where they decay slowly.
     """
-    m = K.shape[-1]
-    width = min(width, m)
-    if _one_by_one(K):
+    width = min(width, K.shape[-1])
+    if one_by_one(K):
         values, V = eigh(K)
         return values[..., :width], V[..., :width]
     K = K.to(widest(K))
-    wider = min(m, width + OVERSAMPLE)
-    V = torch.randn(m, wider, generator=generator, device=K.device, dtype=K.dtype).expand(len(K), m, wider)
+    V = start.expand(len(K), *start.shape)
     for _ in range(ITERATIONS):
         V = _orthonormal(K @ V)
     V = _orthonormal(V)
@@ -131,7 +136,9 @@ def truncation_errors(K: Tensor, V: Tensor, lam: Tensor) -> Tensor:
     K, V, lam = K.to(widest(K)), V.to(widest(K)), lam.to(widest(K))[:, None, None]
     e = torch.full((L, m, 1), m**-0.5, dtype=K.dtype, device=K.device)
     Ke = K @ e
-    x = lam * torch.cholesky_solve(e, torch.linalg.cholesky_ex(_eye(m, K) * lam + K)[0])
+    whole = torch.linalg.cholesky_ex(_eye(m, K) * lam + K)[0]
+    half = torch.linalg.solve_triangular(whole, e, upper=False)
+    x = lam * torch.linalg.solve_triangular(whole.mT, half, upper=True)  # cholesky_solve of a batch cannot be recorded
     R = torch.linalg.cholesky_ex(_eye(V.shape[-1], K) * lam + V.mT @ K @ V)[0]
     P = torch.linalg.solve_triangular(R, V.mT, upper=False).mT  # (L, m, w)
     off = x - e + (P * (P.mT @ Ke).mT).cumsum(-1)

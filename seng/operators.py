@@ -8,7 +8,7 @@ The forms differ in how they keep U:
 
     Explicit   the columns themselves                                      ϱ·n numbers
     Implicit   u_i = G_i A_iᵀ, the factors alone (eqs. 15 to 23)           ϱ·r·(n_G + n_A)
-    Windows    the same, with Â_i left inside the layer's input            ϱ·(κ·n_G + the input's)
+    Windows    the same, with Â_i left inside the layer's input            ϱ·(κ·n_G + the input's)     (`seng.windows`)
     Lookup     embeddings: G_i and the row that each column belongs to     ϱ·κ·(n_A + 1)
     Merged     k combinations of the columns, the leading directions       k·n
 
@@ -17,14 +17,12 @@ Factors that were captured in half precision stay so; their products are summed 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 Shape = tuple[int, int, int]  # (h, n_G, n_A)
@@ -229,7 +227,7 @@ class Implicit(Operator):
     def mv(self, c: Tensor) -> Tensor:
         """Σ_i c_i vec(G_i A_iᵀ), one product of size n_G × ϱr × n_A (eq. 22)."""
         G, A = self._side_by_side()
-        return _split_product(G * c.repeat_interleave(self.rank), A.mT).flatten()
+        return split_product(G * c.repeat_interleave(self.rank), A.mT).flatten()
 
     def combine(self, V: Tensor) -> Tensor:
         """(UV)ᵀ; with one position per sample the columns need not be formed."""
@@ -237,7 +235,7 @@ class Implicit(Operator):
             return super().combine(V)
         G, A = self._side_by_side()
         X = (G[:, None] * V.T[:, None]).flatten(1, 2)  # (h, k·n_G, ϱ)
-        W: Tensor = _split_product(X, A.mT).unflatten(1, (V.shape[1], -1))
+        W: Tensor = split_product(X, A.mT).unflatten(1, (V.shape[1], -1))
         return W.transpose(0, 1).flatten(1)
 
     def explicit(self) -> Explicit:
@@ -274,21 +272,12 @@ class Implicit(Operator):
         return replace(self, G=self.G[:samples], A=self.A[:samples])
 
 
-def _split_product(X: Tensor, Y: Tensor) -> Tensor:
+def split_product(X: Tensor, Y: Tensor) -> Tensor:
     """XY for X in `wide` precision; with Y in half precision as two halves of X, whose sum has twice the digits."""
     if Y.dtype not in HALF or not Y.is_cuda:
         return X @ Y.to(X.dtype)
     head = X.to(Y.dtype)
     return product(head, Y) + product((X - head).to(Y.dtype), Y)
-
-
-def _less_product(Z: Tensor, X: Tensor, Y: Tensor) -> Tensor:
-    """Z − XY, in one pass over Z."""
-    if Y.dtype not in HALF or not Y.is_cuda:
-        return torch.addmm(Z, X, Y.to(X.dtype), alpha=-1)
-    head = X.to(Y.dtype)
-    halves = torch.cat([head, (X - head).to(Y.dtype)], 1)
-    return torch.addmm(Z, halves, torch.cat([Y, Y]), out_dtype=torch.float32, alpha=-1)
 
 
 class Independent(Implicit):
@@ -302,158 +291,6 @@ class Independent(Implicit):
         G = torch.einsum("i,ihgr->hgr", root, self.G.to(c.dtype))
         A = torch.einsum("i,ihar->har", weight, self.A.to(c.dtype))
         return (G @ A.mT).flatten()
-
-
-@dataclass(frozen=True)
-class Windows(Operator):
-    """A convolution, or a linear layer as one of width 1: u_i = vec(Ĝ_i Â_iᵀ), the columns of Â_i windows of the input.
-
-    They are cut out when they are needed, so that nothing is kept ∏kernel times over, and Uᵀz and Uc are the layer's own
-    forward and weight gradient. The row of ones that a bias adds to Â_i is never there either.
-    """
-
-    G: Tensor  # (ϱ, n_G, *out)
-    a: Tensor  # (ϱ, C, *space)
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    bias: int  # 1 where a row of ones follows Â, else 0
-
-    @property
-    def shape(self) -> Shape:
-        return 1, self.G.shape[1], self.a.shape[1] * math.prod(self.kernel) + self.bias
-
-    @property
-    def samples(self) -> int:
-        return self.G.shape[0]
-
-    @property
-    def rank(self) -> int:
-        """κ."""
-        return self.G.shape[2:].numel()
-
-    @property
-    def pointwise(self) -> bool:
-        """Whether every position of the input is its own window."""
-        simple = [self.kernel, self.stride, self.padding] == [(1,) * len(self.kernel)] * 2 + [(0,) * len(self.kernel)]
-        return simple and self.a.shape[2:] == self.G.shape[2:]
-
-    def implicit(self) -> Implicit:
-        """The same with Â in full."""
-        pad = [amount for side in reversed(self.padding) for amount in (side, side)]
-        A = windows(F.pad(self.a, pad), self.kernel, self.stride, self.dilation)
-        A = torch.cat([A, A.new_ones(A.shape[0], 1, A.shape[2])], 1) if self.bias else A
-        return Implicit(self.G.flatten(2)[:, None], A[:, None])
-
-    def _sides(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ĝᵀ (ϱ, κ, n_G), Âᵀ (ϱ, κ, ∏kernel·C), kernel first and channels last, and Σ_positions Ĝ (ϱ, n_G) for the bias."""
-        pad = [amount for side in reversed(self.padding) for amount in (side, side)]
-        x = self.a.movedim(1, -1)
-        x = F.pad(x, [0, 0, *pad]) if any(pad) else x
-        d = len(self.kernel)
-        for i in range(d):
-            x = x.unfold(1 + i, self.dilation[i] * (self.kernel[i] - 1) + 1, self.stride[i])[..., :: self.dilation[i]]
-        A = x.movedim(1 + d, -1).flatten(1 + d).flatten(1, d)
-        G = self.G.movedim(1, -1).flatten(1, d)
-        return G, A, G.sum(1, dtype=self.dtype) if self.bias else None
-
-    def _in_order(self, W: Tensor, bias: Tensor | None) -> Tensor:
-        """W (…, ∏kernel·C, n_G), kernel first, and the bias (…, n_G) -> (…, n)."""
-        W = W.unflatten(-2, (math.prod(self.kernel), -1)).movedim(-1, -3).mT.flatten(-2)  # (…, n_G, C·∏kernel)
-        return (W if bias is None else torch.cat([W, bias[..., None]], -1)).flatten(-2)
-
-    def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        return self.implicit().rows()
-
-    def gram(self) -> Tensor:
-        """UᵀU by the cheaper of the two contractions, as in `Implicit`; the order of rows is all the same to it."""
-        G, A, ones = self._sides()
-        m, kappa, n_G, n_A = self.samples, self.rank, G.shape[2], A.shape[2]
-        out = self._zeros(m, m) if ones is None else ones @ ones.T
-        if m * kappa**2 * (n_G + n_A) <= (m + kappa) * n_G * n_A:
-            left, right = G.flatten(0, 1), A.flatten(0, 1)
-            step = max(1, SLAB // 2 // max(1, kappa * kappa * m))
-            for i in range(0, m, step):
-                part = slice(i * kappa, (i + step) * kappa)
-                pairs = product(right[part], right.T).mul_(product(left[part], left.T))
-                out[i : i + step] += pairs.view(-1, kappa, m, kappa).sum((1, 3))
-            return out
-        step = max(1, SLAB // max(1, m * n_G)) // 8 * 8 or 8
-        for i in range(0, n_A, step):
-            X = (A[..., i : i + step].mT @ G).flatten(1)
-            out += product(X, X.T)
-        return out
-
-    def combine(self, V: Tensor) -> Tensor:
-        """(UV)ᵀ (k, n), in `wide` precision throughout: what is lost here is lost of d, a small difference of large numbers."""
-        G, A, ones = self._sides()
-        bias = None if ones is None else V.T @ ones
-        if self.rank == 1:  # the columns need not be formed
-            weighted = (G * V[:, :, None]).flatten(1)  # (ϱ, k·n_G)
-            W = _split_product(weighted.T, A[:, 0]).unflatten(0, (V.shape[1], -1)).mT
-            return self._in_order(W, bias)
-        W = self._zeros(V.shape[1], A.shape[2], G.shape[2])
-        step = max(1, SLAB // 2 // max(1, self.samples * G.shape[2])) // 8 * 8 or 8
-        for i in range(0, A.shape[2], step):
-            X = product(A[..., i : i + step].mT, G).flatten(1)
-            W[:, i : i + step] = (V.T @ X).unflatten(1, (-1, G.shape[2]))
-        return self._in_order(W, bias)
-
-    def explicit(self) -> Explicit:
-        """Column by column, a few samples at a time."""
-        step = max(1, 2 * SLAB // max(1, self.shape[2] * self.rank))
-        parts: list[Tensor] = []
-        for i in range(0, max(1, self.samples), step):
-            G, A, ones = replace(self, G=self.G[i : i + step], a=self.a[i : i + step])._sides()
-            parts.append(self._in_order(product(A.mT, G), ones))
-        return Explicit((parts[0] if len(parts) == 1 else torch.cat(parts)).T, self.shape)
-
-    def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, list[int], int]:
-        return self.stride, self.padding, self.dilation, False, [0] * len(self.kernel), 1
-
-    def against(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Uᵀz: ⟨g_i, conv(a_i; z)⟩ for z as the layer's own weight (n_G, C, *kernel) and bias (n_G,)."""
-        if self.pointwise:
-            G, A, _ = self._sides()
-            out = product(A.flatten(0, 1), weight.flatten(1).T.to(A.dtype)).view(G.shape)
-            out = out if bias is None else out + bias
-            return (out * G).sum((1, 2))
-        out = torch.convolution(self.a, weight.to(self.a.dtype), None, *self._geometry()).to(self.dtype)
-        out = out if bias is None else out + bias.view(-1, *[1] * len(self.kernel))
-        return (out * self.G).flatten(1).sum(1)
-
-    def combined(self, c: Tensor, minus: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Uc as a weight (n_G, C·∏kernel) and a bias: the weight gradient of Σ_i c_i ⟨g_i, conv(a_i; W)⟩.
-
-        With `minus`, what is left of that weight when Uc is taken away.
-        """
-        G = self.G.to(self.dtype) * c.view(-1, *[1] * (self.G.dim() - 1))
-        bias = G.flatten(2).sum((0, 2)) if self.bias else None
-        if self.pointwise:
-            A = self.a.movedim(1, -1).flatten(0, -2)
-            X = G.movedim(1, -1).flatten(0, -2).T
-            return _split_product(X, A) if minus is None else _less_product(minus, X, A), bias
-        W = G.new_empty(G.shape[1], self.a.shape[1], *self.kernel)
-        a = self.a.to(self.dtype)
-        dW: Tensor = torch.ops.aten.convolution_backward(G, a, W, None, *self._geometry(), [False, True, False])[1]
-        dW = dW.flatten(1)
-        return dW if minus is None else minus - dW, bias
-
-    def rmv(self, z: Tensor) -> Tensor:
-        Z = z.view(self.shape)[0]
-        W = Z[:, : Z.shape[1] - self.bias].unflatten(1, (self.a.shape[1], *self.kernel))
-        return self.against(W, Z[:, -1] if self.bias else None)
-
-    def mv(self, c: Tensor) -> Tensor:
-        W, bias = self.combined(c)
-        return (W if bias is None else torch.cat([W, bias[:, None]], 1)).flatten()
-
-    def scaled(self, scale: float | Tensor) -> Self:
-        return replace(self, G=self.G * scale)
-
-    def first(self, samples: int) -> Self:
-        return replace(self, G=self.G[:samples], a=self.a[:samples])
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,15 @@ from seng.diagnostics import Refresh, describe
 from seng.distributed import check_whole
 from seng.notices import Notices, listed, not_captured
 from seng.numerics import reduced
-from seng.operators import Implicit, Merged, Operator, Windows
+from seng.operators import Implicit, Operator
 from seng.plan import Plan, budget, plan, site_dims
 from seng.refresh import Job, build
+from seng.replay import Replay
 from seng.samples import Samples
 from seng.sites import Segment, Site, survey
 from seng.solver import Gradients, OneByOne, Ready, Solve, sort
-from seng.staging import read
 from seng.state import pack, unpack
+from seng.windows import Windows
 
 # Why these two: docs/tuning.md. On digits less damping is within noise and 0.03 or 0.1 is worse; refreshing more often is no
 # better, and 50 or 100 is as good there.
@@ -70,6 +71,7 @@ class Preconditioner:
         self.last_refresh: int | None = None  # the step of the last refresh of any site
         self.trained: list[nn.Parameter] = []
         self.sites: list[Site] = []
+        self.replay = Replay(next(iter(module.parameters())).device)
         # By site:
         self.blocks: dict[int, Block] = {}
         self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
@@ -179,13 +181,17 @@ class Preconditioner:
         if self._kept is not None and not self.refresh_due and self._kept[:4] == (damping, given, updates, traced):
             return self._kept[4]
         with torch.autocast(self.sites[0].lead.device.type, enabled=False):
+            kept, self._kept = self._kept, None
             refreshed = self._refresh(grads, damping) if self.refresh_due else []
             self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
             self.loaded = False
             used = [i for i in self.blocks if any(s.param in grads for s in self.covered[i])]
-            factorize([(self.blocks[i], self.sites[i].damping(damping)) for i in used])
+            factorize([(self.blocks[i], self.sites[i].damping(damping)) for i in used], self.replay)
             solves = {i: Solve(self.sites[i], self.covered[i], self.blocks[i], *_core(self.blocks[i])) for i in used}
-            out = Ready(OneByOne(list(solves.values()))) if traced else sort(list(solves.values()), grads, updates)
+            if kept is not None and kept[:4] == (damping, given, updates, traced) and kept[4].renewed(list(solves.values())):
+                out = kept[4]
+            else:
+                out = Ready(OneByOne(list(solves.values()))) if traced else sort(list(solves.values()), grads, updates)
             self._record({i: solves[i] for i in refreshed if i in solves}, out, grads)
         bare = any(i not in self.blocks and i not in self.refused and site.active() for i, site in enumerate(self.sites))
         self._kept = None if bare else (damping, given, updates, traced, out)
@@ -222,7 +228,6 @@ class Preconditioner:
 
     def _refresh(self, grads: Gradients, damping: Dampings) -> list[int]:
         """Build the blocks of all sites that were captured; the sites that succeeded."""
-        self._kept = None
         # Without samples, as when tools step to fill an optimizer's state, the refresh is still owed.
         self.missed = self.samples.total == 0
         found: list[int] = []
@@ -246,10 +251,11 @@ class Preconditioner:
             else:
                 self.notices.sketch(self.curvature.sketch, chosen.dims)
                 jobs[index] = self._job(index, chosen, grads, self.sites[index].damping(damping), scale)
-        self._count_failures(list(jobs))
         with self.samples.together:
-            built = dict(zip(jobs, build(list(jobs.values()), self.curvature), strict=True))
+            built = dict(zip(jobs, build(list(jobs.values()), self.curvature, self.replay), strict=True))
         for index, block in built.items():
+            if jobs[index].failed:
+                self.notices.failed(self.sites[index].name, jobs[index].failed)
             if block is not None:
                 self._install(index, block)
             elif len(jobs[index].gram):  # the last good curvature stays; without one it is the plain gradient, and one is owed
@@ -268,20 +274,11 @@ class Preconditioner:
         previous = self.blocks.get(index)
         # Only curvature of the same parameters in the same precision can be accumulated.
         alike = previous is not None and self.covered[index] == active and previous.gram.dtype == site.dtype
-        same = previous if alike and previous is not None and isinstance(previous.U, Merged) else None
         # Rounding a basis changes d by about 1e-4 of λ_max/λ; and an explicit form that is asked for is to be exact.
         harmless = not self.curvature.relative_damping or damping >= HALF_FROM
         half = self._half and site.dtype == torch.float32 and self.curvature.form != "explicit" and harmless
-        return Job(U, chosen, damping, half, same, self._generator(index), self.samples.timer(index))
-
-    def _count_failures(self, indices: list[int]) -> None:
-        """Tell of solves that failed since the last refresh; one look at the device for all of them."""
-        counted = [i for i in indices if i in self.blocks]
-        if not counted:
-            return
-        for index, (failures,) in zip(counted, read([self.blocks[i].failures[None] for i in counted]), strict=True):
-            if failures:
-                self.notices.failed(self.sites[index].name, failures)
+        timer = self.samples.timer(index)
+        return Job(U, chosen, damping, half, previous if alike else None, self._generator(index), timer, self.replay)
 
     def _install(self, index: int, block: Block) -> None:
         if index in self.blocks:

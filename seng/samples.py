@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from seng.capture import accumulates
 from seng.diagnostics import Timer
-from seng.operators import HALF, Explicit, Implicit, Lookup, Operator, Windows
+from seng.operators import HALF, Explicit, Implicit, Lookup, Operator
 from seng.sites import Member, Segment, Site, differs
+from seng.windows import Windows
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from seng import norms as norms  # registers its kinds
 from seng.layers import ARRANGEMENTS, Kind, kind_of
 from seng.operators import HALF, Explicit, Implicit, Lookup, Operator, Shape, wide
 
@@ -120,7 +121,7 @@ class Site:
     def operator(self, active: tuple[Segment, ...], member: Member, a: Tensor, g: Tensor) -> Operator:
         """U of one call of one layer, unscaled: its columns are the captured per-sample gradients."""
         own = {s.param: s.name for s in active if getattr(member.module, s.name, None) is s.param}
-        if not member.kind.factored and a.is_floating_point():
+        if not (member.kind.factored or member.kind.any_precision) and a.is_floating_point():
             a, g = a.to(wide(a.dtype)), g.to(wide(g.dtype))
         elif g.dtype in HALF and a.is_floating_point():
             a = a.to(g.dtype)  # as the layer itself took it

@@ -18,9 +18,11 @@ from seng.block import Block
 from seng.diagnostics import compare, compare_energies
 from seng.grouped import Grouped, Hyper, Item, Piece, available, fits
 from seng.layers import ROWS
-from seng.operators import Explicit, Merged, Windows
+from seng.operators import Explicit, Merged
+from seng.replay import write
 from seng.sites import Segment, Site
 from seng.sketch import Identity
+from seng.windows import Windows
 
 Gradients = Mapping[nn.Parameter, Tensor]
 Compared = Callable[[], tuple[Tensor, Tensor]]
@@ -163,6 +165,21 @@ class Ready:
         if self.grouped is not None:
             out |= zip(self.params, self.grouped.directions([out[p] for p in self.params]), strict=True)
         return out
+
+    def renewed(self, solves: Sequence[Solve]) -> bool:
+        """Whether it holds for these too: the same blocks, written to where they are. Then it is made to."""
+        before = {id(s.block): s for s in (*self.members, *self.alone.solves)}
+        if len(before) != len(solves) or any(
+            id(s.block) not in before
+            or (s.inverse is not before[id(s.block)].inverse or s.active != before[id(s.block)].active)
+            for s in solves
+        ):
+            return False
+        if self.grouped is not None:
+            cores = _cores(self.members)
+            items = self.grouped.items[: len(self.members)]
+            write([(item.core, cores[id(s)]) for item, s in zip(items, self.members, strict=True)])
+        return True
 
     def compared(self, solves: Sequence[Solve], grads: Gradients) -> list[Compared]:
         """cos(g, d) and ‖d‖/‖g‖ for some of them, to be worked out when they are asked for."""

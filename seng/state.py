@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from seng.operators import HALF, Explicit, Implicit, Independent, Lookup, Merged, Windows
+from seng.operators import HALF, Explicit, Implicit, Independent, Lookup, Merged
 from seng.sketch import Buckets, Dense, Identity, KroneckerSample, RowSample
+from seng.windows import Windows
 
 NESTED: tuple[type, ...] = (
     *(Explicit, Implicit, Independent, Lookup, Merged, Windows),

@@ -9,6 +9,7 @@ from conftest import LAYERS
 from torch import nn
 
 import seng
+from seng.replay import Replay, directly
 from seng.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -203,3 +204,42 @@ def test_distributed_checkpoints_of_a_model_on_the_gpu():
         for m, o in ((model, opt), (twin, other)):
             train(m, o, 2)
         assert naive.relative_error(values(twin), values(model)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{"rank": None, "decay": 0}, {"rank": 8, "decay": 0.7}, {"form": "implicit", "decay": 0}], ids=str
+)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("every", [1, 3])
+def test_recorded_refreshes_are_those_one_by_one(options, autocast, every):
+    ends = []
+    for run in (None, directly):
+        model = network().to(memory_format=torch.channels_last)
+        opt = seng.SENG(model, lr=0.05, refresh_every=every, curvature=seng.Curvature(**options))
+        if run is not None:
+            opt.preconditioner.replay = run
+        train(model, opt, 13, autocast)
+        ends.append(values(model))
+        if run is None:
+            assert any(known.graph is not None for known in opt.preconditioner.replay.recordings.values())
+    start = values(network())
+    assert naive.relative_error(ends[0] - start, ends[1] - start) < 1e-3
+
+
+def test_a_recording_gives_what_the_function_gives_for_other_numbers():
+    replay = Replay(torch.device("cuda", torch.cuda.current_device()))
+    room = torch.zeros(4, 4, device="cuda")
+    kept = []
+    for i in range(4):
+        X, y = torch.full((4, 4), float(i), device="cuda").T, torch.arange(4.0, device="cuda")
+        first, second = replay(lambda_free, X, y, into=(None, room), by=2.0)
+        kept.append((first, X @ y))
+        assert second is room
+        torch.testing.assert_close(room, 2 * X)
+    for got, want in kept:  # each call's own
+        torch.testing.assert_close(got, want)
+    assert next(iter(replay.recordings.values())).graph is not None
+
+
+def lambda_free(X, y, by):
+    return X @ y, by * X

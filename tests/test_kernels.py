@@ -12,6 +12,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from seng.grouped import Grouped, Hyper, Item, Piece, available, fits  # noqa: E402
 from seng.kernels import TILE  # noqa: E402
+from seng.norms import standardized_sums  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 CHANNELS_LAST = torch.channels_last
@@ -273,3 +274,16 @@ def test_buffers_that_do_not_fit_are_refused():
     for buffers in (None, [torch.zeros_like(p, memory_format=torch.contiguous_format)], [torch.zeros_like(p).double()]):
         with pytest.raises(ValueError, match="needs a buffer"):
             grouped.update(grads, buffers, [Hyper(0.1, 0.9)], [0])
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (4, 33, 7), (2, 40, 9, 11), (1, 1, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, CHANNELS_LAST])
+def test_sums_over_the_positions_of_a_norm(shape, dtype, memory_format):
+    a, g = (draw(*shape, seed=seed, dtype=dtype, memory_format=memory_format) for seed in (1, 2))
+    mean, inverse = draw(shape[1], seed=3), draw(shape[1], seed=4).abs()
+    weight, bias = standardized_sums(a, g, mean, inverse)
+    a, g = (x.double().flatten(2) if x.dim() > 2 else x.double()[..., None] for x in (a, g))
+    x_hat = (a - mean[:, None]) * inverse[:, None]
+    torch.testing.assert_close(weight.double(), (g * x_hat).sum(2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bias.double(), g.sum(2), rtol=1e-4, atol=1e-4)

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seng import numerics, operators
-from seng.operators import Explicit, Implicit, Independent, Lookup, Merged, Windows
+from seng import windows as windowed
+from seng.operators import Explicit, Implicit, Independent, Lookup, Merged
 from seng.samples import added, stacked
+from seng.windows import Windows
 
 
 def implicit(samples=5, h=1, n_G=4, n_A=3, r=2) -> Implicit:
@@ -28,7 +30,16 @@ def merged(n=12, k=3) -> Merged:
 def windows(samples=5, bias=0, stride=(2, 1), dilation=(1, 2)) -> Windows:
     a = torch.randn(samples, 2, 6, 5)
     out = torch.nn.functional.conv2d(a, torch.randn(3, 2, 3, 2), stride=stride, padding=(1, 2), dilation=dilation)
-    return Windows(torch.randn_like(out), a, (3, 2), stride, (1, 2), dilation, bias)
+    return Windows(torch.randn_like(out), a, (3, 2), stride, (1, 2), dilation, bias, 0.7)
+
+
+def many_channels(space, kernel, padding, dilation, bias=0) -> Windows:
+    """So many that the input is moved, not cut into windows; positions enough that columns are formed at all."""
+    a = torch.randn(3, windowed.MANY, *space)
+    out = getattr(torch.nn.functional, f"conv{len(space)}d")(
+        a, torch.randn(2, windowed.MANY, *kernel), padding=padding, dilation=dilation
+    )
+    return Windows(torch.randn_like(out), a, kernel, (1,) * len(space), padding, dilation, bias, 0.7)
 
 
 def dense(U) -> torch.Tensor:
@@ -38,7 +49,8 @@ def dense(U) -> torch.Tensor:
             torch.zeros(U.G.shape[1], U.a.shape[1], *U.kernel, requires_grad=True),
             torch.zeros(U.G.shape[1], requires_grad=True),
         )
-        out = torch.nn.functional.conv2d(U.a, W, b, U.stride, U.padding, U.dilation)
+        conv = getattr(torch.nn.functional, f"conv{len(U.kernel)}d")
+        out = U.scale * conv(U.a, W, b, U.stride, U.padding, U.dilation)
         pairs = [torch.autograd.grad((out[i] * U.G[i]).sum(), (W, b), retain_graph=True) for i in range(U.samples)]
         return torch.stack([torch.cat([w.flatten(1), v[:, None]][: 1 + U.bias], 1).flatten() for w, v in pairs], 1)
     if isinstance(U, Explicit):
@@ -68,6 +80,10 @@ KINDS = {
     "merged": merged,
     "windows": windows,
     "windows-bias": lambda: windows(bias=1, stride=(1, 1), dilation=(1, 1)),
+    "moved-1d": lambda: many_channels((12,), (3,), (0,), (2,)),
+    "moved-2d": lambda: many_channels((9, 7), (3, 2), (1, 1), (1, 1), bias=1),
+    "moved-2d-wide": lambda: many_channels((8, 9), (2, 3), (0, 2), (2, 1)),
+    "moved-3d": lambda: many_channels((4, 5, 3), (2, 3, 1), (1, 0, 0), (1, 2, 1)),
 }
 
 
@@ -192,12 +208,12 @@ def grams(decay: float, m=40, n=300) -> torch.Tensor:
 @pytest.fixture(params=["eigh", "range finder"])
 def small_work(request, monkeypatch):
     """Both ways of `spectrum` and `top`; a GPU takes the second above 32 × 32."""
-    monkeypatch.setattr(numerics, "_one_by_one", lambda K: request.param == "eigh")
+    monkeypatch.setattr(numerics, "one_by_one", lambda K: request.param == "eigh")
 
 
 def test_spectrum_gives_orthonormal_leading_directions(small_work):
     K = grams(0.7)
-    values, V = numerics.spectrum(K, 6, torch.Generator().manual_seed(0))
+    values, V = numerics.spectrum(K, 6, numerics.start(K, 6, torch.Generator().manual_seed(0)))
     exact, W = torch.linalg.eigh(K)
     torch.testing.assert_close(values, exact.flip(-1)[:, :6], rtol=0.01, atol=0)
     torch.testing.assert_close(V.mT @ V, torch.eye(6).expand(3, 6, 6))
@@ -209,7 +225,7 @@ def test_spectrum_gives_orthonormal_leading_directions(small_work):
 @pytest.mark.parametrize("decay", [1.0, 0.99])
 def test_what_spectrum_keeps_is_nearly_the_most_there_is(small_work, decay):
     K = grams(decay)
-    _, V = numerics.spectrum(K, 8, torch.Generator().manual_seed(0))
+    _, V = numerics.spectrum(K, 8, numerics.start(K, 8, torch.Generator().manual_seed(0)))
     kept = (V.mT @ K @ V).diagonal(dim1=1, dim2=2).sum(1)
     most = torch.linalg.eigvalsh(K)[:, -8:].sum(1)
     assert (kept <= most * (1 + 1e-9)).all() and (kept > 0.97 * most).all()
@@ -217,7 +233,7 @@ def test_what_spectrum_keeps_is_nearly_the_most_there_is(small_work, decay):
 
 def test_small_eigenvalues_are_not_lost_beside_large_ones(small_work):
     K = grams(0.8)  # over more than seven orders of magnitude
-    _, V = numerics.spectrum(K, 30, torch.Generator().manual_seed(0))
+    _, V = numerics.spectrum(K, 30, numerics.start(K, 30, torch.Generator().manual_seed(0)))
     left = (torch.eye(40) - V @ V.mT) @ K @ (torch.eye(40) - V @ V.mT)
     assert (torch.linalg.eigvalsh(left)[:, -1] < 20 * torch.linalg.eigvalsh(K)[:, 9]).all()
 
@@ -225,7 +241,7 @@ def test_small_eigenvalues_are_not_lost_beside_large_ones(small_work):
 def test_spectrum_of_singular_and_empty_grams(small_work):
     U = torch.randn(20, 2) @ torch.randn(2, 40)
     K = torch.stack([U.T @ U, torch.zeros(40, 40)])
-    values, V = numerics.spectrum(K, 5, torch.Generator().manual_seed(0))
+    values, V = numerics.spectrum(K, 5, numerics.start(K, 5, torch.Generator().manual_seed(0)))
     assert V.isfinite().all() and (values[0, 2:] < 1e-9 * values[0, 0]).all() and (values[1] == 0).all()
     Y = V[0].T @ U.T
     torch.testing.assert_close(Y.T @ Y, U @ U.T)
@@ -235,7 +251,7 @@ def test_spectrum_of_singular_and_empty_grams(small_work):
 def test_truncation_errors_are_those_of_the_directions():
     U, lam = torch.randn(60, 12) * 0.6 ** torch.arange(12), 0.02
     K = (U.T @ U)[None]
-    _, V = numerics.spectrum(K, 12)
+    _, V = numerics.spectrum(K, 12, numerics.start(K, 12))
     g = U.sum(1) / 12**0.5
     exact = lam * naive.dense_direction(U @ U.T, g, lam)
     errors = [

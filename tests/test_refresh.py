@@ -9,16 +9,17 @@ import torch
 import seng
 from seng import numerics
 from seng.block import factorize
-from seng.operators import Explicit, Merged, Windows
+from seng.operators import Explicit, Merged
 from seng.plan import Dims, Plan, plan
 from seng.refresh import TOLERANCE, Job, build
+from seng.windows import Windows
 
 LAM = 0.01  # of the largest eigenvalue
 
 
 @pytest.fixture(params=["eigh", "range finder"])
 def small_work(request, monkeypatch):
-    monkeypatch.setattr(numerics, "_one_by_one", lambda K: request.param == "eigh")
+    monkeypatch.setattr(numerics, "one_by_one", lambda K: request.param == "eigh")
 
 
 def graded(samples: int, n: int, decay: float, seed=0) -> torch.Tensor:

@@ -68,7 +68,7 @@ class Side:
 class Interleavings(RuleBasedStateMachine):
     steps = runs = 0  # of all machines
     events: Counter[str] = Counter()  # noqa: RUF012  on optimizers that had curvature
-    tensors: dict[int, int] = {}  # noqa: RUF012  groups -> tensors alive in a machine at rest; the same whatever its history
+    tensors: dict[int, int] = {}  # noqa: RUF012  groups -> bytes of tensors alive in a machine at rest; the same whatever its history
     bytes: list[int] = []  # noqa: RUF012  what tracemalloc holds for the library at rest
 
     @initialize()
@@ -181,7 +181,9 @@ class Interleavings(RuleBasedStateMachine):
 
 
 def live_tensors() -> int:
-    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    """The bytes of all tensors; those of which only a part is in use count whole, and shared ones once."""
+    storages = [o.untyped_storage() for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def held_by_the_library() -> int:

@@ -1,0 +1,182 @@
+"""Functions of tensors that a GPU runs again in one launch.
+
+A refresh is a thousand small launches, which take the host several times as long as they take the GPU. So each part of it that
+is a function of tensors alone is recorded, the second time it sees the same shapes, as a CUDA graph over inputs of its own;
+from then on they are copied in and the graph is replayed.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seng.operators import Operator
+
+Function = Callable[..., tuple[Tensor, ...]]
+MOST = 256  # recordings
+LARGE = 2**27  # bytes of inputs and outputs from which copying them takes longer than launching
+
+
+def directly(
+    function: Function, *args: Tensor | Operator, into: Sequence[Tensor | None] = (), **constants: Any
+) -> list[Tensor]:
+    """function(*args, **constants); each result in its place of `into`, where that is a tensor that has room for it."""
+    return _placed(function(*args, **constants), into)
+
+
+class Replay:
+    """`directly`, by recordings. The results belong to the caller."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.recordings: dict[object, _Recording] = {}
+        self.arena: Tensor | None = None
+        self.pool: Any = None
+
+    def __call__(
+        self, function: Function, *args: Tensor | Operator, into: Sequence[Tensor | None] = (), **constants: Any
+    ) -> list[Tensor]:
+        """As `directly`; the function never waits for the device, and all it depends on is among its arguments."""
+        tensors = list(_tensors(args))
+        if self.device.type != "cuda" or any(t.device != self.device for t in tensors) or _capturing():
+            return directly(function, *args, into=into, **constants)
+        key = function, tuple(map(signature, args)), tuple(constants.items())
+        known = self.recordings.get(key)
+        if known is None or not known.fits:
+            results = function(*args, **constants)
+            if known is None and len(self.recordings) < MOST:
+                self.recordings[key] = _Recording([_like(t) for t in (*tensors, *results)], len(tensors))
+            return _placed(results, into)
+        if known.graph is None:
+            self._record(known, function, args, constants)
+        return known.replayed(tensors, into)
+
+    def _record(self, recording: _Recording, function: Function, args: Sequence[Tensor | Operator], constants: Any) -> None:
+        needed = max(known.bytes for known in self.recordings.values() if known.fits)
+        if self.arena is None or self.arena.numel() < needed:
+            self.arena = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        if self.pool is None:
+            self.pool, self.side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        recording.record(self.arena, self.pool, self.side, function, args, constants)
+
+
+@dataclass(frozen=True)
+class _Like:
+    """What a tensor looks like."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return -(-math.prod(self.shape) * self.dtype.itemsize // 256) * 256  # aligned
+
+
+class _Recording:
+    """Inputs and results side by side in an arena that all recordings share, and the graph that leads from one to the other."""
+
+    def __init__(self, places: list[_Like], inputs: int) -> None:
+        self.places, self.count = places, inputs
+        self.bytes = sum(place.bytes for place in places)
+        self.fits = self.bytes <= LARGE
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def record(
+        self,
+        arena: Tensor,
+        pool: Any,
+        side: torch.cuda.Stream,
+        function: Function,
+        args: Sequence[Tensor | Operator],
+        constants: Any,
+    ) -> None:
+        places, start = [], 0
+        for place in self.places:
+            numbers = arena[start : start + math.prod(place.shape) * place.dtype.itemsize].view(place.dtype)
+            places.append(numbers.as_strided(place.shape, place.stride))
+            start += place.bytes
+        self.inputs, self.results = places[: self.count], places[self.count :]
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(arena.device)
+        side.wait_stream(here)
+        collecting = gc.isenabled()
+        gc.disable()  # a graph that is let go of while another is recorded would spoil it
+        try:
+            with torch.cuda.stream(side):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    results = function(*_with(args, self.inputs), **constants)
+                    for room, result in zip(self.results, results, strict=True):
+                        room.copy_(result)
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        here.wait_stream(side)
+        self.graph = graph
+
+    def replayed(self, tensors: list[Tensor], into: Sequence[Tensor | None]) -> list[Tensor]:
+        assert self.graph is not None
+        for place, t in zip(self.inputs, tensors, strict=True):
+            place.copy_(t)
+        self.graph.replay()
+        return _placed(self.results, into, torch.clone)
+
+
+def _placed(
+    results: Sequence[Tensor], into: Sequence[Tensor | None], otherwise: Callable[[Tensor], Tensor] = lambda t: t
+) -> list[Tensor]:
+    rooms = [*into, *[None] * (len(results) - len(into))]
+    return [
+        room.copy_(t) if room is not None and (room.shape, room.dtype) == (t.shape, t.dtype) else otherwise(t)
+        for t, room in zip(results, rooms, strict=True)
+    ]
+
+
+def _tensors(args: Sequence[Tensor | Operator]) -> Iterator[Tensor]:
+    for arg in args:
+        yield from [arg] if isinstance(arg, Tensor) else arg.tensors()
+
+
+def _with(args: Sequence[Tensor | Operator], tensors: Sequence[Tensor]) -> Iterator[Tensor | Operator]:
+    """The arguments with other tensors in their places."""
+    rest = iter(tensors)
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield next(rest)
+        else:
+            yield replace(arg, **{name: next(rest) for name, value in vars(arg).items() if isinstance(value, Tensor)})
+
+
+def signature(arg: Tensor | Operator) -> object:
+    """All that a recording depends on but the numbers."""
+    if isinstance(arg, Tensor):
+        return arg.shape, arg.stride(), arg.dtype
+    return type(arg), tuple(signature(v) if isinstance(v, Tensor) else v for v in vars(arg).values())
+
+
+def _like(t: Tensor) -> _Like:
+    """Its shape and type; its strides where they leave no gaps."""
+    return _Like(t.shape, torch.empty_like(t, device="meta").stride(), t.dtype)
+
+
+def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Tensors into others, those of one type at once."""
+    kinds: defaultdict[object, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for to, t in pairs:
+        kinds[to.dtype, t.dtype, to.device].append((to, t))
+    for same in kinds.values():
+        torch._foreach_copy_([to for to, _ in same], [t for _, t in same])
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
