@@ -32,6 +32,7 @@ class Block:
     gram: Tensor  # K = (ΩU)ᵀΩU, (ϱ, ϱ)
     top: Tensor  # its largest eigenvalue, ()
     relative: bool  # whether damping is in units of `top`
+    patience: int = 0  # refreshes until it is asked again whether few directions do, where they did not
     failures: Tensor = field(init=False)  # solves that fell back to the plain gradient; on the device, so that no step waits
     sketch_error: Tensor | None = field(init=False, default=None)  # of a merged basis: see `numerics.deviation`
     core: tuple[float, Tensor, Tensor] | None = field(init=False, default=None)  # (damping, λ, (λI + K)⁻¹)

@@ -216,24 +216,28 @@ class Grouped:
         del gradients  # not before the kernels are in the stream
         return out
 
-    def projections(self, grads: Sequence[Tensor]) -> list[Callable[[], tuple[Tensor, Tensor]]]:
-        """c = Yg and b = Cc of every item, as they are now, to be cut out when they are asked for."""
-        gradients, table = self._laid_out(grads)
+    def projected(self) -> list[Callable[[], tuple[Tensor, Tensor]]]:
+        """c = Yg and b = Cc of every item at the last run, to be cut out when they are asked for."""
         out: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            for kind in self.kinds:
-                kind.project(table)
-                sums, b = kind.sums.clone(), kind.b.clone()
-                for item, (first, spans, start, k) in zip(kind.items, kind.places, strict=True):
-                    out[item] = partial(_cut, sums, b, first, spans, start, k)
-        del gradients
+        for kind in self.kinds:
+            sums, b = kind.sums.clone(), kind.b.clone()
+            for item, (first, spans, start, k) in zip(kind.items, kind.places, strict=True):
+                out[item] = partial(_cut, sums, b, first, spans, start, k)
         return [out[i] for i in range(len(self.items))]
 
     def update(
-        self, grads: Sequence[Tensor], buffers: Sequence[Tensor | None] | None, hyper: Sequence[Hyper], groups: Sequence[int]
+        self,
+        grads: Sequence[Tensor],
+        buffers: Sequence[Tensor | None] | None,
+        hyper: Sequence[Hyper],
+        groups: Sequence[int],
+        located: bool = False,
     ) -> None:
-        """A step of SGD in place: parameter p by hyper[groups[p]], with buffers[p] where that has momentum."""
-        gradients, table = self._laid_out(grads)
+        """A step of SGD in place: parameter p by hyper[groups[p]], with buffers[p] where that has momentum.
+
+        `located` says that the parameters have been asked where they are.
+        """
+        gradients, table = self._laid_out(grads, located)
         buffers = buffers or [None] * len(self.params)
         addresses, groups = [0 if m is None else m.data_ptr() for m in buffers], list(groups)
         momenta = addresses, groups, [h.momentum for h in hyper]
@@ -246,10 +250,16 @@ class Grouped:
         del gradients
         torch.autograd.graph.increment_version(self.params)
 
-    def _laid_out(self, grads: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        """The gradients, those with other strides than their parameter copied, and their addresses on the device."""
+    def located(self) -> list[int]:
+        """Where the parameters are: the same list for as long as they stay there."""
         if [p.data_ptr() for p in self.params] != self.addresses:
             self._build()
+        return self.addresses
+
+    def _laid_out(self, grads: Sequence[Tensor], located: bool = False) -> tuple[Sequence[Tensor], Tensor]:
+        """The gradients, those with other strides than their parameter copied, and their addresses on the device."""
+        if not located:
+            self.located()
         layouts = [(g.stride(), g.dtype) for g in grads]
         if layouts != self.layouts:
             pairs = zip(grads, self.params, strict=True)

@@ -192,7 +192,7 @@ def standardized(
     a, g, mean, inverse, out, C, positions, a_sample, a_channel, a_position, g_sample, g_channel, g_position,
     POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """out[0] = Σ g·(a − mean)·inverse and out[1] = Σ g over the positions, for one sample and some channels."""
+    """Σ g·(a − mean)·inverse and, C further on, Σ g over the positions, for one sample and some channels."""
     sample = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mu, by = tl.load(mean + c, mask=c < C, other=0), tl.load(inverse + c, mask=c < C, other=0)
@@ -206,6 +206,6 @@ def standardized(
         y = tl.load(g + p[:, None] * g_position, mask=inside, other=0).to(tl.float32)
         weight += tl.sum(y * (x - mu[None, :]) * by[None, :], axis=0)
         bias += tl.sum(y, axis=0)
-    out += sample * C + c
+    out += sample * 2 * C + c
     tl.store(out, weight, mask=c < C)
-    tl.store(out + tl.num_programs(0) * C, bias, mask=c < C)
+    tl.store(out + C, bias, mask=c < C)

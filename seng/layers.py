@@ -45,7 +45,7 @@ class Kind:
     """How one kind of layer gives its per-sample gradients, and how its parameters lie in the block's (h, n_G, n_A)."""
 
     type: type[nn.Module]
-    rule: Callable[[Any, Tensor, Tensor], Factors | Columns | Lookup]
+    rule: Callable[[Any, Tensor, Tensor], Factors | Columns | Tensor | Lookup]
     factored: bool
     whole_batch: bool  # the rule needs every sample even where only the first ϱ are wanted
     features: Callable[[Any], int]  # trailing dimensions of the input that are features; no more means one sample

@@ -47,7 +47,7 @@ def _group_norm(layer: nn.GroupNorm, a: Tensor, g: Tensor) -> Columns:
     return _affine(F.group_norm(a, layer.num_groups, eps=layer.eps), g, (1,))
 
 
-def _batch_norm(layer: _BatchNorm, a: Tensor, g: Tensor) -> Columns:
+def _batch_norm(layer: _BatchNorm, a: Tensor, g: Tensor) -> Columns | Tensor:
     """u_i = g_i ⊙ x̂_i: in training the batch's statistics are taken as given, so that the mean of u_i is the gradient."""
     now = layer.training or layer.running_mean is None
     if available(a.device) and a.dtype == g.dtype and a.dtype in TYPES:
@@ -56,22 +56,21 @@ def _batch_norm(layer: _BatchNorm, a: Tensor, g: Tensor) -> Columns:
             mean, inverse = torch.batch_norm_stats(a, layer.eps)
         else:
             inverse = torch.rsqrt(variance + layer.eps)
-        weight, bias = standardized_sums(a, g, mean, inverse)
-        return {"weight": weight, "bias": bias}
+        return standardized_sums(a, g, mean, inverse)
     a, g = a.to(wide(a.dtype)), g.to(wide(g.dtype))
     statistics = (None, None) if now else (layer.running_mean, layer.running_var)
     return _affine(F.batch_norm(a, *statistics, training=now, eps=layer.eps), g, (1,))
 
 
-def standardized_sums(a: Tensor, g: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ g ⊙ x̂ and Σ g (ϱ, C) over the positions of each sample, x̂ = (a − mean)·inverse, in one pass by Triton."""
+def standardized_sums(a: Tensor, g: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
+    """Σ g ⊙ x̂ and Σ g side by side (ϱ, 2C), over the positions of each sample, x̂ = (a − mean)·inverse; one pass by Triton."""
     a, g = (x[..., None] if x.dim() == 2 else x.flatten(2) for x in (a, g))
     samples, C, positions = a.shape
-    out = torch.empty(2, samples, C, device=a.device)
+    out = torch.empty(samples, 2 * C, device=a.device)
     grid = samples, -(-C // CHANNELS)
     own = (a, g, mean.float(), inverse.float(), out, C, positions, *a.stride(), *g.stride())
     kernels.standardized[grid](*own, POSITIONS=64, CHANNELS=CHANNELS)
-    return out[0], out[1]
+    return out
 
 
 for _norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):

@@ -169,6 +169,9 @@ class SENG(Optimizer):
         quick = Quick(ready, [group_of[p] for p in ready.params], [self.state[p] for p in ready.params], self.param_groups)
         alone = ready.alone(grads)
         quick.step([grads[p] for p in ready.params], alone)
+        assert self.preconditioner is not None
+        self.preconditioner.note(alone)
+        quick.entries = [*map(id, self.state.values())]
         self._quick = None if rest else quick
         return {p: alone[p] if p in alone else grads[p] for p in rest}
 
@@ -180,11 +183,7 @@ class SENG(Optimizer):
         grads = [p.grad for p in quick.ready.params]
         same = engine.keeps(quick.ready, self._dampings()) and self._plain_lr() and quick.groups is self.param_groups
         given = sum(p.grad is not None for group in self.param_groups for p in group["params"])
-        same = (
-            same
-            and given == len(grads)
-            and all(self.state.get(p) is s for p, s in zip(quick.ready.params, quick.states, strict=True))
-        )
+        same = same and given == len(grads) and [*map(id, self.state.values())] == quick.entries
         if not same or any(g is None for g in grads):
             self._quick = None
             return False

@@ -74,6 +74,7 @@ class Plan:
     rank: int
     why: str
     otherwise: Literal["explicit", "implicit"] | None = None  # what a merged layer keeps where `rank` directions are too few
+    asks: bool = True  # whether it is tried with `rank` directions at all
 
     @property
     def bytes(self) -> int:
@@ -114,10 +115,18 @@ def paper_form(d: Dims) -> tuple[Kept, str]:
     return "implicit", f"n ≥ 𝒯 and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
 
 
-def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None) -> list[Plan]:
-    """One form per layer. Where memory is short, the rank is halved; then the largest layer keeps factors, or nothing."""
+def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, every: int | None = None) -> list[Plan]:
+    """One form per layer. Where memory is short, the rank is halved; then the largest layer keeps factors, or nothing.
+
+    `every` is the number of steps between refreshes, if it is known: a basis has to pay off within them.
+    """
     asked = curvature.rank or max((d.samples for d in dims), default=1)
     plans = [_first_choice(d, curvature, curvature.rank) for d in dims]
+    if every is not None and every < SOON:
+        plans = [
+            p if p.otherwise is None else replace(p, asks=False, why=f"{p.otherwise}: no basis pays off in {every} steps")
+            for p in plans
+        ]
     needed = sum(p.bytes for p in plans)
     if budget is None or needed <= budget:
         return plans
@@ -178,7 +187,8 @@ def _first_choice(d: Dims, curvature: Curvature, rank: int | None) -> Plan:
 
 
 WIDEST = 64  # directions; where more are needed, the exact forms are the cheaper ones
-FEW = 32  # positions up to which ϱκ products per number take a GPU no longer than reading ϱ numbers
+FEW = 64  # positions up to which ϱκ products per number take a GPU about as long as reading ϱ numbers
+SOON = 8  # steps between refreshes in which no basis pays off
 LARGE = 2**18  # numbers from which a layer is worth launches of its own
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -23,9 +24,9 @@ from seng.diagnostics import Refresh, describe
 from seng.distributed import check_whole
 from seng.notices import Notices, listed, not_captured
 from seng.numerics import reduced
-from seng.operators import Implicit, Operator
+from seng.operators import HALF, Implicit, Operator
 from seng.plan import Plan, budget, plan, site_dims
-from seng.refresh import Job, build
+from seng.refresh import Job, build, grams
 from seng.replay import Replay
 from seng.samples import Samples
 from seng.sites import Segment, Site, survey
@@ -84,6 +85,8 @@ class Preconditioner:
         self._kept: tuple[Dampings, tuple[int, ...], bool, bool, Ready] | None = (
             None  # what the last step solved with, and under which dampings
         )
+        self._waiting: dict[tuple[int, int, int], Plan] = {}  # site, κ and ϱ -> what `_keep` goes by
+        self._noted: tuple[dict[int, Solve], Ready, Gradients] | None = None  # a refresh whose directions are to come
         self.cover(params)
 
     def cover(self, params: Iterable[nn.Parameter]) -> None:
@@ -106,7 +109,9 @@ class Preconditioner:
             self.capture.remove()
         self.trained, self.sites, self.uncovered = params, sites, uncovered
         self._kept = None
-        self.samples = Samples(sites, self.curvature.samples, WeakMethod(self._keep))  # weak, so that no cycle holds the engine
+        self._waiting.clear()
+        early = partial(grams, run=self.replay) if self.curvature.sketch is None else None
+        self.samples = Samples(sites, self.curvature.samples, WeakMethod(self._keep), early)  # weak: no cycle holds the engine
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
         if before:
             self.load_state(before)
@@ -168,6 +173,7 @@ class Preconditioner:
         """The direction for every gradient: λ(M + λI)⁻¹g, or (M + λI)⁻¹g in the paper's units."""
         with torch.autocast(self.sites[0].lead.device.type, enabled=False):
             out = ready.directions(grads)
+            self.note(out)
             return {p: d / damping[p] for p, d in out.items()} if self.units == "paper" else out
 
     def ready(self, grads: Gradients, damping: Dampings, updates: bool = False, traced: bool = False) -> Ready:
@@ -190,9 +196,12 @@ class Preconditioner:
             solves = {i: Solve(self.sites[i], self.covered[i], self.blocks[i], *_core(self.blocks[i])) for i in used}
             if kept is not None and kept[:4] == (damping, given, updates, traced) and kept[4].renewed(list(solves.values())):
                 out = kept[4]
+                solves = {i: out.solve_of[id(solve.block)] for i, solve in solves.items()}
             else:
                 out = Ready(OneByOne(list(solves.values()))) if traced else sort(list(solves.values()), grads, updates)
-            self._record({i: solves[i] for i in refreshed if i in solves}, out, grads)
+            self._noted = ({i: solves[i] for i in refreshed if i in solves}, out, grads) if refreshed else None
+            if traced and self._noted is not None:
+                self.note(out.directions(grads))
         bare = any(i not in self.blocks and i not in self.refused and site.active() for i, site in enumerate(self.sites))
         self._kept = None if bare else (damping, given, updates, traced, out)
         return out
@@ -201,12 +210,14 @@ class Preconditioner:
         """Whether a step with the same gradients, under these dampings, would solve with this again."""
         return self._kept is not None and self._kept[4] is ready and self._kept[0] is damping and not self.refresh_due
 
-    def _record(self, solves: dict[int, Solve], ready: Ready, grads: Gradients) -> None:
-        """What diagnostics will tell of this refresh."""
-        if not solves:
+    def note(self, directions: Gradients) -> None:
+        """What diagnostics will tell of this step, if it was a refresh; `directions` of all that the kernels do not serve."""
+        if self._noted is None:
             return
+        solves, ready, grads = self._noted
+        self._noted = None
         self.last_refresh = self.steps
-        for index, numbers in zip(solves, ready.compared(list(solves.values()), grads), strict=True):
+        for index, numbers in zip(solves, ready.compared(list(solves.values()), grads, directions), strict=True):
             self.refreshes[index] = Refresh(self.steps, self.samples.timer(index), numbers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -244,13 +255,14 @@ class Preconditioner:
         dims = [site_dims(self.sites[i], self.samples.kappa(i), rho, numbers(i), self._half) for i in found]
         jobs: dict[int, Job] = {}
         scale = 1.0 if self.own_batch else loss_scale()
-        for index, chosen in zip(found, plan(dims, self.curvature, self.budget), strict=True):
+        known = self.samples.known_grams(scale)
+        for index, chosen in zip(found, plan(dims, self.curvature, self.budget, self.refresh_every), strict=True):
             self.plans[index] = chosen
             if chosen.form == "plain":
                 self._take_plain(index, chosen.why)
             else:
                 self.notices.sketch(self.curvature.sketch, chosen.dims)
-                jobs[index] = self._job(index, chosen, grads, self.sites[index].damping(damping), scale)
+                jobs[index] = self._job(index, chosen, grads, self.sites[index].damping(damping), scale, known.get(index))
         with self.samples.together:
             built = dict(zip(jobs, build(list(jobs.values()), self.curvature, self.replay), strict=True))
         for index, block in built.items():
@@ -267,7 +279,7 @@ class Preconditioner:
         """Whether bases are kept in half precision: on a GPU, where the network itself is trained so."""
         return bool(self.samples.half) and self.sites[0].lead.is_cuda
 
-    def _job(self, index: int, chosen: Plan, grads: Gradients, damping: float, scale: float) -> Job:
+    def _job(self, index: int, chosen: Plan, grads: Gradients, damping: float, scale: float, known: Tensor | None) -> Job:
         site, active = self.sites[index], self.samples.active[index]
         U = self.samples.take(index, scale)
         self._check_sum(index, chosen, U, grads)
@@ -278,7 +290,9 @@ class Preconditioner:
         harmless = not self.curvature.relative_damping or damping >= HALF_FROM
         half = self._half and site.dtype == torch.float32 and self.curvature.form != "explicit" and harmless
         timer = self.samples.timer(index)
-        return Job(U, chosen, damping, half, previous if alike else None, self._generator(index), timer, self.replay)
+        return Job(
+            U, chosen, damping, half, previous if alike else None, partial(self._generator, index), timer, self.replay, known
+        )
 
     def _install(self, index: int, block: Block) -> None:
         if index in self.blocks:
@@ -309,10 +323,15 @@ class Preconditioner:
         """What waits until step(): the smaller of columns and factors, or reduced factors where they are asked for."""
         if not isinstance(U, Implicit | Windows):
             return U
-        (chosen,) = plan([site_dims(site, U.rank, U.samples)], self.curvature)
+        size = id(site), U.rank, U.samples
+        if size not in self._waiting:
+            (self._waiting[size],) = plan([site_dims(site, U.rank, U.samples)], self.curvature)
+        chosen = self._waiting[size]
         if chosen.form == "implicit" and (chosen.rank < U.rank or self.curvature.combine == "independent"):
             factors = U.implicit() if isinstance(U, Windows) else U
             return reduced(_wide(factors), chosen.rank, self._generator(self.sites.index(site)))
+        if U.G.dtype in HALF and U.G.is_cuda:
+            return U  # they are small, and launches in a backward hold it up
         columns = U.n * U.samples * U.dtype.itemsize
         return U.explicit() if columns <= U.bytes and chosen.form != "implicit" else U
 

@@ -12,9 +12,10 @@ A block that keeps its shapes is written to where it is, so that what was record
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from seng.curvature import Curvature
 from seng.numerics import deviation, one_by_one, reduced, spectrum, start, top, truncation_errors
 from seng.operators import HALF, Implicit, Independent, Merged, Operator, product
 from seng.plan import Plan
-from seng.replay import directly, write
+from seng.replay import LARGE, directly, write
 from seng.sketch import Identity, Omega
 from seng.staging import read, send
 from seng.windows import Windows
 
 TOLERANCE = 0.03  # relative error of the direction that dropping directions may cause
+PATIENCE = 3  # refreshes for which an exact form stays before it is asked again whether few directions do
 NEGLIGIBLE = 1e-3  # of λ: averaged curvature drops eigenvalues below it, which change a direction by less than a thousandth
 
 Run = Callable[..., list[Tensor]]  # `replay.directly`, or by recordings
@@ -45,9 +47,10 @@ class Job:
     damping: float
     half: bool  # whether bases may be kept in half precision
     previous: Block | None  # of the same parameters: averaged with, and written to where the shapes stay
-    generator: torch.Generator
+    seed: Callable[[], torch.Generator]
     timer: AbstractContextManager[None]
     run: Run = directly
+    known: Tensor | None = None  # UᵀU, where it was worked out during the backward
     omega: Omega = field(init=False)
     gram: Tensor = field(init=False)
     top: Tensor = field(init=False)  # its largest eigenvalue
@@ -58,6 +61,12 @@ class Job:
     fresh: tuple[Tensor, Tensor] = field(init=False)  # Gram and largest eigenvalue of the new one
     error: Tensor | None = field(init=False, default=None)
     failed: int = field(init=False, default=0)  # solves with the previous block
+    patience: int = field(init=False, default=0)
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Its own stream, made when it is needed: making one takes time."""
+        return self.seed()
 
     @property
     def averaged(self) -> bool:
@@ -74,12 +83,43 @@ class Job:
         plain = sketch is None or sketch.covers(self.U.shape)
         seen = self.U.implicit() if isinstance(self.U, Windows) and not plain else self.U
         self.omega = Identity() if plain or sketch is None else sketch.draw(seen, self.generator)
-        if plain and isinstance(seen, Windows):
-            (self.gram,) = self.run(_gram, seen)
-        else:
-            self.gram = self.omega.of(seen).gram()
         if self.plan.form != "merged":
             self.U = seen
+        if not (plain and isinstance(seen, Windows)):
+            self.gram = self.omega.of(seen).gram()
+        elif self.known is not None:
+            self.gram = self.known
+
+    @property
+    def left(self) -> int:
+        """Refreshes for which things stay as they were."""
+        return 0 if self.previous is None else self.previous.patience
+
+    @property
+    def patient(self) -> bool:
+        """Whether an average is taken to need all its directions, as it did before."""
+        return self.left > 0 and len(self.gram) >= self.plan.rank
+
+    @property
+    def most(self) -> int:
+        """The number of directions that is asked about; all of them where U stays as it is."""
+        settled = (
+            not self.plan.asks
+            or self.plan.form != "merged"
+            or (self.plan.otherwise is not None and self.previous is not None and self.previous.patience > 0)
+        )
+        return len(self.gram) if settled else min(self.plan.rank, len(self.gram))
+
+    @property
+    def tolerance(self) -> float:
+        """Less where U was kept as it is: what is at the edge would change its form all the time."""
+        exact = self.previous is not None and self.previous.U.samples == len(self.gram)
+        return TOLERANCE / 2 if exact else TOLERANCE
+
+    def steady(self, k: int) -> int:
+        """As many directions as there were, where so many are needed that this is no great waste: the shapes stay then."""
+        before = 0 if self.previous is None or not isinstance(self.previous.U, Merged) else self.previous.U.samples
+        return before if k < before <= min(4 * k, self.most) and before < len(self.gram) else k
 
     def settle(self, k: int, averaging: bool) -> None:
         """Keep UV_k, or U as it is."""
@@ -89,6 +129,8 @@ class Job:
             return
         self.error = torch.zeros((), device="cpu")
         sketched, every = not isinstance(self.omega, Identity), k >= len(self.gram)
+        if self.plan.otherwise is not None:
+            self.patience = (self.left - 1 if self.left else PATIENCE) if every else 0
         if every and self.plan.otherwise == "implicit":
             self.U = self.U.implicit() if sketched and isinstance(self.U, Windows) else self.U
         elif every and self.plan.otherwise == "explicit" and not (self.half and not sketched):
@@ -131,18 +173,52 @@ class Job:
         if self.previous is not None and pairs is not None:
             block = self.previous
         else:
-            block = Block(_own(self.U), self.omega, self.gram, self.top.clone(), relative)
-        block.sketch_error = self.error
+            block = Block(_own(self.U), self.omega, self.gram.clone(), self.top.clone(), relative)
+        block.sketch_error, block.patience = self.error, self.patience
         return block, pairs or []
 
 
-def _gram(U: Operator) -> tuple[Tensor]:
-    return (U.gram(),)
+def grams(Us: Sequence[Operator], run: Run, timers: Sequence[AbstractContextManager[None]] = ()) -> list[Tensor]:
+    """UᵀU of each, several at once as long as that is not too much for one recording."""
+    out: list[Tensor] = []
+    timers = timers or [nullcontext()] * len(Us)
+    while len(out) < len(Us):
+        start = end = len(out)
+        while end < len(Us) and (
+            end == start
+            or (
+                sum(U.bytes for U in Us[start : end + 1]) <= LARGE // 2
+                and Us[end].samples == Us[start].samples
+                and timers[end] is timers[start]
+            )
+        ):
+            end += 1
+        with timers[start]:
+            (stack,) = run(_grams, *Us[start:end])
+        out += stack.unbind()
+    return out
+
+
+def _grams(*Us: Operator) -> tuple[Tensor]:
+    return (torch.stack([U.gram() for U in Us]),)
 
 
 def _basis(U: Operator, V: Tensor, length: Tensor, *, half: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Y, its scale and its Gram for UV, whose length is known."""
-    return _parts(Merged.of(U.combine(V.to(U.dtype)), U.shape, half, length))
+    with coarser(half and V.is_cuda):
+        Y = U.combine(V.to(U.dtype))
+    return _parts(Merged.of(Y, U.shape, half, length))
+
+
+@contextmanager
+def coarser(allowed: bool) -> Iterator[None]:
+    """Products of float32 numbers with the digits that float16 has (TF32), which is what a basis in half precision keeps."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else before
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _whole(U: Operator, length: Tensor, *, half: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,6 +253,9 @@ def build(jobs: Sequence[Job], curvature: Curvature, run: Run = directly) -> lis
     for job in jobs:
         with job.timer:
             job.prepare(curvature)
+    rest = [job for job in jobs if not hasattr(job, "gram")]
+    for job, K in zip(rest, grams([job.U for job in rest], run, [job.timer for job in rest]), strict=True):
+        job.gram = K
     groups = _by_size([job for job in jobs if len(job.gram)])
     counted = [job for job in jobs if job.previous is not None]
     failures = [job.previous.failures[None] for job in counted if job.previous is not None]
@@ -186,7 +265,7 @@ def build(jobs: Sequence[Job], curvature: Curvature, run: Run = directly) -> lis
     alive = [(job, k) for same, ks in zip(groups, seen, strict=False) for job, k in zip(same, ks, strict=True) if k >= 0]
     for job, k in alive:
         with job.timer:
-            job.settle(k, curvature.averaging > 0)
+            job.settle(job.steady(k), curvature.averaging > 0)
     if curvature.averaging:
         _average([job for job, _ in alive if job.averaged], curvature, run)
     built = {id(job): job.block(curvature.relative_damping) for job, _ in alive}
@@ -208,13 +287,14 @@ def _choices(jobs: Sequence[Job], curvature: Curvature, run: Run) -> Tensor:
     """
     K = torch.stack([job.gram for job in jobs])
     m = K.shape[-1]
-    ranks = [min(job.plan.rank, m) if job.plan.form == "merged" else m for job in jobs]
+    ranks = [job.most for job in jobs]
     widest = max((rank for rank in ranks if rank < m), default=0)
     exact = [float(job.plan.otherwise is not None) for job in jobs]
-    numbers = _sent([[float(rank) for rank in ranks], [job.damping for job in jobs], exact], K)
+    tolerances = [job.tolerance for job in jobs]
+    numbers = _sent([[float(rank) for rank in ranks], [job.damping for job in jobs], exact, tolerances], K)
     chosen, *found = (directly if one_by_one(K) else run)(
         _chosen,
-        *(K, numbers, start(K, widest, jobs[0].generator)),
+        *(K, numbers, start(K, widest, jobs[0].generator if widest else None)),
         widest=widest,
         relative=curvature.relative_damping,
         tolerant=not curvature.averaging and K.dtype != torch.float64,
@@ -242,7 +322,7 @@ def _chosen(
     lengths = torch.cat([_lengths(small.to(K.dtype)), _lengths(K)[:, -1:]], 1)
     if tolerant:
         lam = lam * tops if relative else lam
-        enough = truncation_errors(K, V, torch.where(lam > 0, lam, 1)) <= TOLERANCE
+        enough = truncation_errors(K, V, torch.where(lam > 0, lam, 1)) <= numbers[3, :, None]
         first = torch.where(enough.any(1), enough.int().argmax(1) + 1, m)  # m: not even `widest` directions are enough
         rounded = torch.minimum(2 ** first.clamp_min(8).log2().ceil().long(), chosen)  # so that few sizes come up
         chosen = torch.where(chosen < m, torch.where(exact & (first > chosen), m, rounded), chosen)
@@ -267,8 +347,11 @@ def _average(jobs: Sequence[Job], curvature: Curvature, run: Run) -> None:
         counts.append(kept)
         for job, *mine in zip(same, *(x.unbind() for x in found), strict=True):
             job.top, job.V = mine
-    for same, numbers in zip(groups, read(counts), strict=True):
+    patient = all(job.patient for job in jobs)  # which spares the look
+    seen = [[job.plan.rank for job in same] for same in groups] if patient else read(counts)
+    for same, numbers in zip(groups, seen, strict=True):
         for job, count in zip(same, numbers, strict=True):
+            job.patience = (job.left - 1 if job.patient else PATIENCE) if count >= job.plan.rank else 0
             if count < 0:  # what was kept before is not finite: it goes
                 job.gram, job.top = job.fresh
                 continue

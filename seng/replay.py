@@ -126,8 +126,11 @@ class _Recording:
 
     def replayed(self, tensors: list[Tensor], into: Sequence[Tensor | None]) -> list[Tensor]:
         assert self.graph is not None
-        for place, t in zip(self.inputs, tensors, strict=True):
-            place.copy_(t)
+        if len(tensors) > 2:
+            write(list(zip(self.inputs, tensors, strict=True)))
+        else:
+            for place, t in zip(self.inputs, tensors, strict=True):
+                place.copy_(t)
         self.graph.replay()
         return _placed(self.results, into, torch.clone)
 

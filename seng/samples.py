@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +20,8 @@ from seng.diagnostics import Timer
 from seng.operators import HALF, Explicit, Implicit, Lookup, Operator
 from seng.sites import Member, Segment, Site, differs
 from seng.windows import Windows
+
+EARLY = 2**26  # bytes of captures whose Grams a GPU is given at once
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Backward:
     pieces: dict[int, Operator] = field(default_factory=dict)  # site -> U, unscaled
     kappa: Counter[int] = field(default_factory=Counter)  # site -> positions per sample, over all its calls
     numbers: Counter[int] = field(default_factory=Counter)  # site -> numbers per sample of inputs and outputs of `Windows`
+    grams: dict[int, Tensor] = field(default_factory=dict)  # site -> UᵀU of its piece, where it is known
+    waiting: dict[int, Windows] = field(default_factory=dict)  # site -> a piece whose UᵀU is to be worked out
 
     @property
     def samples(self) -> int:
@@ -43,9 +47,13 @@ class Samples:
     """Receives captures and hands out one U per site."""
 
     def __init__(
-        self, sites: list[Site], limit: int | None, keep: Callable[[], Callable[[Site, Operator], Operator] | None]
+        self,
+        sites: list[Site],
+        limit: int | None,
+        keep: Callable[[], Callable[[Site, Operator], Operator] | None],
+        grams: Callable[[list[Operator]], list[Tensor]] | None = None,
     ) -> None:
-        self.sites, self.limit, self.keep = sites, limit, keep
+        self.sites, self.limit, self.keep, self.grams = sites, limit, keep, grams
         self.own = False  # whether the samples are those of a batch that feeds only the curvature
         self.layers: list[tuple[int, Member]] = [(i, m) for i, site in enumerate(sites) for m in site.members]
         self.active: dict[int, tuple[Segment, ...]] = {}
@@ -85,12 +93,12 @@ class Samples:
             return
         if g.dtype in HALF:
             self.half.add(index)
-        with self.timer(index):
-            with _mode(member.module, training):
-                if member.kind.whole_batch:
-                    U = site.operator(active, member, a, g).first(wanted)
-                else:
-                    U = site.operator(active, member, a[:wanted], g[:wanted])
+        with nullcontext() if g.is_cuda else self.timer(index):
+            if not member.kind.whole_batch and wanted < count:
+                a, g = a[:wanted], g[:wanted]
+            with nullcontext() if member.module.training == training else _mode(member.module, training):
+                U = site.operator(active, member, a, g)
+            U = U.first(wanted) if U.samples > wanted else U
             backward.kappa[index] += _positions(U)
             if isinstance(U, Windows):
                 backward.numbers[index] += (U.a.numel() + U.G.numel()) // max(1, U.samples)
@@ -98,6 +106,33 @@ class Samples:
             U = U if keep is None else keep(site, U)
             waiting = backward.pieces.get(index)
             backward.pieces[index] = U if waiting is None else added(waiting, U)
+            if waiting is not None:  # it is another U now
+                backward.waiting.pop(index, None)
+                backward.grams.pop(index, None)
+            elif isinstance(U, Windows) and U.G.is_cuda and U.G.dtype != torch.float16 and len(self.backwards) == 1:
+                backward.waiting[index] = U
+                self._work(backward, EARLY)
+
+    def _work(self, backward: Backward, least: int) -> None:
+        """Grams of what waits, if it is that many bytes: while the host launches the backward, a GPU has the time."""
+        if self.grams is not None and sum(U.bytes for U in backward.waiting.values()) >= least:
+            waiting, backward.waiting = backward.waiting, {}
+            backward.grams |= zip(waiting, self.grams(list(waiting.values())), strict=True)
+
+    def known_grams(self, scale: float) -> dict[int, Tensor]:
+        """UᵀU of what `take` gives, for the sites where nothing stands against working them out during the backward."""
+        if len(self.backwards) != 1:
+            return {}
+        (backward,) = self.backwards.values()
+        self._work(backward, 0)
+        found, backward.grams = backward.grams, {}
+        return dict(zip(found, torch._foreach_mul(list(found.values()), self._scale(scale) ** 2), strict=True)) if found else {}
+
+    def _scale(self, scale: float) -> float:
+        """From captured gradients, which carry `scale`, to the columns of U."""
+        B = self.total
+        rho = B if self.limit is None else min(B, self.limit)
+        return float(B / max(rho, 1) ** 0.5 / scale)
 
     def timer(self, index: int) -> Timer:
         """The clock of a site's refresh."""
@@ -154,10 +189,8 @@ class Samples:
 
         Factors in bfloat16 stay so on a GPU, whose products of them are summed up in float32. The gradients carry `scale`.
         """
-        B = self.total
-        rho = B if self.limit is None else min(B, self.limit)
         pieces = [backward.pieces.pop(index) for backward in self.backwards.values() if index in backward.pieces]
-        return stacked([_settled(piece, self.sites[index].dtype) for piece in pieces]).scaled(B / max(rho, 1) ** 0.5 / scale)
+        return stacked([_settled(piece, self.sites[index].dtype) for piece in pieces]).scaled(self._scale(scale))
 
 
 def _settled(U: Operator, dtype: torch.dtype) -> Operator:

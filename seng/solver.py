@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Solve:
     block: Block
     lam: Tensor
     inverse: Tensor  # (λI + K)⁻¹
+    seen: list[Tensor] = field(default_factory=list)  # Uᵀg and b of the last call, where they tell all that is asked of d
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -50,19 +52,14 @@ class Solve:
         d = self.block.direction(self.site.gather(self.active, grads, self.block.gram.dtype), self.lam, self.inverse)
         return {p: part.to(p.dtype) for p, part in self.site.scatter(self.active, d).items() if p in grads}
 
-    def compared(self, grads: Gradients) -> Compared:
-        """cos(g, d) and ‖d‖/‖g‖, to be worked out when they are asked for."""
-        parts = self._parts(grads)
-        if parts is None:
-            g = self.site.gather(self.active, grads, self.block.gram.dtype)
-            numbers = compare(g, self.block.attempt(g, self.lam, self.inverse)[0])
+    def compared(self, grads: Gradients, directions: Gradients) -> Compared:
+        """cos(g, d) and ‖d‖/‖g‖ of the last call, to be worked out when they are asked for."""
+        if not self.seen:
+            g, d = (self.site.gather(self.active, x, self.block.gram.dtype) for x in (grads, directions))
+            numbers = compare(g, d)
             return lambda: numbers
-        U, *gradients = parts
-        return partial(self._energies, torch._foreach_norm(gradients), U.against(*gradients))
-
-    def _energies(self, norms: Sequence[Tensor], c: Tensor) -> tuple[Tensor, Tensor]:
-        c = c.to(self.inverse.dtype)
-        return compare_energies(torch.stack(list(norms)).square().sum(), self.inverse @ c, c, self.lam)
+        c, b = (t.clone() for t in self.seen)
+        return partial(_energies, torch._foreach_norm([grads[p] for p in self.params]), c, b, self.lam)
 
     def _parts(self, grads: Gradients) -> tuple[Windows, *tuple[Tensor, ...]] | None:
         """U and the gradients of weight and bias, where they need not be laid side by side, which would copy them."""
@@ -73,9 +70,12 @@ class Solve:
         return (U, *(grads[p] for p in self.params)) if fine else None
 
     def _by_parts(self, U: Windows, weight: Tensor, bias: Tensor | None = None) -> list[Tensor]:
-        b = self.inverse @ U.against(weight, bias).to(self.inverse.dtype)
+        c = U.against(weight, bias).to(self.inverse.dtype)
+        b = self.inverse @ c
         fine = b.isfinite().all()
         self.block.failures += ~fine
+        if not torch.compiler.is_compiling():
+            self.seen[:] = c, b
         W, v = U.combined(torch.where(fine, b, 0).to(U.dtype), minus=weight.flatten(1))
         return [W.view_as(weight)] if bias is None or v is None else [W.view_as(weight), bias - v]
 
@@ -87,19 +87,28 @@ class Recorded:
         self.addresses = fixed(solves, grads)
         params = [p for solve in solves for p in solve.params if p in grads]
         self.copies = {p: torch.empty_like(p, dtype=grads[p].dtype, requires_grad=False) for p in params if _copied(p)}
+        self.places = list(self.copies.values())
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.out = {p: d for solve in solves for p, d in solve({**grads, **self.copies}).items()}
             if self.copies:  # d takes the place of the copy
                 torch._foreach_copy_(list(self.copies.values()), [self.out[p] for p in self.copies])
                 self.out |= self.copies
+        self.seen = [(solve.seen, list(solve.seen)) for solve in solves]
 
     def __call__(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
         """What it gives holds until the next call."""
-        if self.copies:
-            torch._foreach_copy_(list(self.copies.values()), [grads[p] for p in self.copies])
-        self.graph.replay()
+        self.over([grads[p] for p in self.copies])
         return self.out
+
+    def over(self, grads: list[Tensor]) -> list[Tensor]:
+        """The same for the gradients that are copied, in order."""
+        if grads:
+            torch._foreach_copy_(self.places, grads)
+        self.graph.replay()
+        for place, seen in self.seen:
+            place[:] = seen
+        return self.places
 
 
 def _copied(p: Tensor) -> bool:
@@ -116,6 +125,7 @@ class OneByOne:
 
     def __init__(self, solves: Sequence[Solve]) -> None:
         self.solves = list(solves)
+        self.params = [p for solve in self.solves for p in solve.params]
         self.seen: list[list[int]] = []
         self.graphs: list[Recorded] = []
 
@@ -123,6 +133,12 @@ class OneByOne:
         """d for the parameters of these blocks."""
         with torch.autocast(self.solves[0].site.lead.device.type, enabled=False) if self.solves else nullcontext():
             return self._solved(grads)
+
+    def replayed(self, grads: list[Tensor]) -> list[Tensor] | None:
+        """d from the gradients of `params`, where there is one graph for all places at which gradients may lie."""
+        if len(self.graphs) != 1 or self.graphs[0].addresses or len(self.graphs[0].copies) != len(grads):
+            return None
+        return self.graphs[0].over(grads)
 
     def _solved(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
         if not self.solves or not self.solves[0].site.lead.is_cuda or torch.compiler.is_compiling():
@@ -159,6 +175,11 @@ class Ready:
     members: list[Solve] = field(default_factory=list)  # the grouped blocks
     params: list[nn.Parameter] = field(default_factory=list)  # theirs, in order; then those that only take their update there
 
+    @property
+    def solve_of(self) -> dict[int, Solve]:
+        """By the identity of the block."""
+        return {id(s.block): s for s in (*self.members, *self.alone.solves)}
+
     def directions(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
         """λ(M + λI)⁻¹g; the gradient itself where there is no block."""
         out = dict(grads) | self.alone(grads)
@@ -168,7 +189,7 @@ class Ready:
 
     def renewed(self, solves: Sequence[Solve]) -> bool:
         """Whether it holds for these too: the same blocks, written to where they are. Then it is made to."""
-        before = {id(s.block): s for s in (*self.members, *self.alone.solves)}
+        before = self.solve_of
         if len(before) != len(solves) or any(
             id(s.block) not in before
             or (s.inverse is not before[id(s.block)].inverse or s.active != before[id(s.block)].active)
@@ -181,18 +202,17 @@ class Ready:
             write([(item.core, cores[id(s)]) for item, s in zip(items, self.members, strict=True)])
         return True
 
-    def compared(self, solves: Sequence[Solve], grads: Gradients) -> list[Compared]:
-        """cos(g, d) and ‖d‖/‖g‖ for some of them, to be worked out when they are asked for."""
+    def compared(self, solves: Sequence[Solve], grads: Gradients, directions: Gradients) -> list[Compared]:
+        """cos(g, d) and ‖d‖/‖g‖ for some of them at the last step, to be worked out when they are asked for.
+
+        Of blocks that the kernels serve, the directions are not asked for.
+        """
         found: dict[int, Compared] = {}
         if self.grouped is not None:
-            gradients = [grads[p] for p in self.params]
-            norms = dict(zip(self.params, torch._foreach_norm(gradients), strict=True))
-            for solve, cut in zip(self.members, self.grouped.projections(gradients), strict=False):
-                found[id(solve.block)] = partial(_energies, solve, [norms[p] for p in solve.params], cut)
-        for solve in solves:
-            if id(solve.block) not in found:
-                found[id(solve.block)] = solve.compared(grads)
-        return [found[id(solve.block)] for solve in solves]
+            norms = dict(zip(self.params, torch._foreach_norm([grads[p] for p in self.params]), strict=True))
+            for solve, cut in zip(self.members, self.grouped.projected(), strict=False):
+                found[id(solve.block)] = partial(_energies_of, solve, [norms[p] for p in solve.params], cut)
+        return [found.get(id(s.block)) or s.compared(grads, directions) for s in solves]
 
 
 class Quick:
@@ -200,29 +220,34 @@ class Quick:
 
     def __init__(self, ready: Ready, group_of: list[int], states: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         self.ready, self.group_of, self.states, self.groups = ready, group_of, states, groups
+        self.entries: list[int] = []  # the optimizer's states, by identity
         self.buffers: list[Tensor | None] = []
+        self.at: list[int] | None = None  # where the parameters were when the buffers were made,
+        self.momenta: list[float] = []  # and with which momenta
         position = {p: i for i, p in enumerate(ready.params)}
-        self.places = [position[p] for solve in ready.alone.solves for p in solve.params if p in position]
+        self.places = [position[p] for p in ready.alone.params if p in position]
 
     def step(self, grads: list[Tensor], alone: Gradients | None = None) -> None:
         """Update the parameters in place; `alone` has the directions of blocks solved one by one, if they are known."""
         ready = self.ready
         assert ready.grouped is not None
         if self.places:
-            alone = alone or ready.alone({ready.params[i]: grads[i] for i in self.places})
+            found = None if alone else ready.alone.replayed([grads[i] for i in self.places])
+            if found is None:
+                alone = alone or ready.alone({ready.params[i]: grads[i] for i in self.places})
+                found = [alone[ready.params[i]] for i in self.places]
             grads = list(grads)
-            for i in self.places:
-                grads[i] = alone[ready.params[i]]
+            for i, d in zip(self.places, found, strict=True):
+                grads[i] = d
         hyper = [Hyper(float(h["lr"]), h["momentum"], h["weight_decay"], h["nesterov"], h["maximize"]) for h in self.groups]
         buffers = [state.get("momentum_buffer") for state in self.states]
-        known = len(self.buffers) == len(buffers) and all(
-            a is b and (not hyper[i].momentum if a is None else a.stride() == p.stride())
-            for a, b, p, i in zip(buffers, self.buffers, ready.params, self.group_of, strict=True)
-        )
-        if any(h.momentum for h in hyper) and not known:
+        at, momenta = ready.grouped.located(), [h.momentum for h in hyper]
+        known = at is self.at and momenta == self.momenta and all(map(is_, buffers, self.buffers))
+        if any(momenta) and not known:
             entries = zip(self.states, ready.params, self.group_of, strict=True)
             buffers = self.buffers = [_buffer(state, p) if hyper[i].momentum else None for state, p, i in entries]
-        ready.grouped.update(grads, buffers, hyper, self.group_of)
+            self.at, self.momenta = at, momenta
+        ready.grouped.update(grads, buffers, hyper, self.group_of, located=True)
 
 
 def _buffer(state: dict[str, Any], p: nn.Parameter) -> Tensor:
@@ -234,12 +259,16 @@ def _buffer(state: dict[str, Any], p: nn.Parameter) -> Tensor:
     return buffer
 
 
-def _energies(solve: Solve, norms: Sequence[Tensor], cut: Compared) -> tuple[Tensor, Tensor]:
+def _energies(norms: Sequence[Tensor], c: Tensor, b: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    return compare_energies(torch.stack(list(norms)).square().sum(), b, c, lam)
+
+
+def _energies_of(solve: Solve, norms: Sequence[Tensor], cut: Compared) -> tuple[Tensor, Tensor]:
     """From Yg and b of the kernels, U = scale·Yᵀ."""
     c, b = cut()
     U = solve.block.U
     scale = U.scale if isinstance(U, Merged) else 1
-    return compare_energies(torch.stack(list(norms)).square().sum(), b / scale, c * scale, solve.lam)
+    return _energies(norms, c * scale, b / scale, solve.lam)
 
 
 def sort(solves: Sequence[Solve], grads: Gradients, updates: bool) -> Ready:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 import torch
@@ -54,8 +54,11 @@ def unpack(state: Mapping[str, Any], kind: type[T], device: torch.device, dtype:
             continue
         single = state.get(f"{f.name}()")
         tensor = state.get(f.name) if single is None else single[0]
+        key = next((k for k in state if k.startswith(f"{f.name}:")), None)
+        if tensor is None and key is None and f.default is not MISSING:
+            continue  # a field that is younger than the checkpoint
         if tensor is None:
-            key = next(k for k in state if k.startswith(f"{f.name}:"))
+            assert key is not None, f"the checkpoint has no {f.name}"
             values[f.name] = unpack(state[key], TYPES[key.split(":")[1]], device, dtype)
         elif f.type == "Tensor":
             cast = tensor.is_floating_point() and tensor.dtype not in HALF

@@ -92,7 +92,7 @@ class Windows(Operator):
     def _slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Parts of U without its scale: a slice of ∏kernel·C, kernel first, and the columns there (ϱ, c, n_G), in `dtype`."""
         C = self.a.shape[1]
-        small = self.samples * C * self.G.shape[1] * dtype.itemsize <= 2 * SLAB
+        small = self.samples * C * self.G.shape[1] * dtype.itemsize <= 4 * SLAB
         if C >= MANY and math.prod(self.kernel) > 1 and set(self.stride) == {1} and small:
             for i, (G, A) in enumerate(self._moved()):
                 yield slice(i * C, (i + 1) * C), _columns(A, G, dtype)
@@ -140,7 +140,7 @@ class Windows(Operator):
             weighted = (G * V[:, :, None]).flatten(1)  # (ϱ, k·n_G)
             W = split_product(weighted.T, A[:, 0]).unflatten(0, (V.shape[1], -1)).mT
             return self._in_order(W, bias)
-        W = self._zeros(V.shape[1], self.shape[2] - self.bias, self.G.shape[1])
+        W = self.G.new_empty(V.shape[1], self.shape[2] - self.bias, self.G.shape[1], dtype=self.dtype)
         for part, X in self._slabs(self.dtype):
             W[:, part] = (V.T @ X.flatten(1)).unflatten(1, X.shape[1:])
         return self._in_order(W, bias)

@@ -46,7 +46,7 @@ def g(layer):
 def solve(U, g, form="explicit", sketch=None, rank=1000, combine="exact", seed=0):
     curvature = seng.Curvature(form=form, sketch=sketch, rank=rank, combine=combine, decay=0, relative_damping=False)
     plan = Plan(Dims("layer", U.shape, KAPPA, U.samples, None, 8), form, rank, "")
-    (block,) = build([Job(U, plan, LAM, False, None, torch.Generator().manual_seed(seed), nullcontext())], curvature)
+    (block,) = build([Job(U, plan, LAM, False, None, lambda: torch.Generator().manual_seed(seed), nullcontext())], curvature)
     return block, block.solve(g, LAM) / LAM
 
 

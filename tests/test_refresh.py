@@ -30,7 +30,7 @@ def graded(samples: int, n: int, decay: float, seed=0) -> torch.Tensor:
 
 
 def job(U, chosen: Plan, half=True, previous=None) -> Job:
-    return Job(U, chosen, LAM, half, previous, torch.Generator().manual_seed(0), nullcontext())
+    return Job(U, chosen, LAM, half, previous, lambda: torch.Generator().manual_seed(0), nullcontext())
 
 
 def explicit(U: torch.Tensor) -> Explicit:

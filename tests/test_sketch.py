@@ -108,7 +108,7 @@ def test_one_side_of_a_kronecker_sketch_may_cover_its_factor():
 def block_of(U, form, sketch, rank=1000, seed=11):
     curvature = seng.Curvature(form=form, sketch=sketch, rank=rank, decay=0)
     plan = Plan(Dims("layer", U.shape, 3, U.samples, None, 8), form, rank, "")
-    return build([Job(U, plan, 1.0, False, None, generator(seed), nullcontext())], curvature)[0]
+    return build([Job(U, plan, 1.0, False, None, lambda: generator(seed), nullcontext())], curvature)[0]
 
 
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
