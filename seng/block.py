@@ -44,8 +44,16 @@ class Block:
     def renewed(
         self, U: Operator, omega: Omega, gram: Tensor, top: Tensor, relative: bool
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """What to copy into which of its tensors to make it that of another U; None where their shapes are others."""
-        alike = isinstance(omega, Identity) and isinstance(self.omega, Identity) and signature(U) == signature(self.U)
+        """What to copy into which of its tensors to make it that of another U; None where their shapes are others.
+
+        And on a CPU, where nothing is recorded that would have to find them in their places.
+        """
+        alike = (
+            gram.is_cuda
+            and isinstance(omega, Identity)
+            and isinstance(self.omega, Identity)
+            and signature(U) == signature(self.U)
+        )
         if not alike or (gram.shape, gram.dtype, relative) != (self.gram.shape, self.gram.dtype, self.relative):
             return None
         self.core = None if self.core is None else (math.nan, *self.core[1:])  # to be written to as well

@@ -89,11 +89,16 @@ class Windows(Operator):
             start = sum(k * by * s for k, by, s in zip(place, self.dilation, strides, strict=True))
             yield G, x[:, start : start + G.shape[1]]
 
+    def _movable(self, dtype: torch.dtype) -> bool:
+        """Whether columns are formed by moving the input, place after place."""
+        C = self.a.shape[1]
+        small = self.samples * C * self.G.shape[1] * dtype.itemsize <= 4 * SLAB
+        return C >= MANY and math.prod(self.kernel) > 1 and set(self.stride) == {1} and small
+
     def _slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Parts of U without its scale: a slice of ∏kernel·C, kernel first, and the columns there (ϱ, c, n_G), in `dtype`."""
         C = self.a.shape[1]
-        small = self.samples * C * self.G.shape[1] * dtype.itemsize <= 4 * SLAB
-        if C >= MANY and math.prod(self.kernel) > 1 and set(self.stride) == {1} and small:
+        if self._movable(dtype):
             for i, (G, A) in enumerate(self._moved()):
                 yield slice(i * C, (i + 1) * C), _columns(A, G, dtype)
             return
@@ -147,6 +152,11 @@ class Windows(Operator):
 
     def explicit(self) -> Explicit:
         """Column by column."""
+        if self._movable(self.dtype) and not self.bias:
+            out = self.G.new_empty(self.samples, self.G.shape[1], self.a.shape[1], math.prod(self.kernel), dtype=self.dtype)
+            for i, (G, A) in enumerate(self._moved()):
+                torch.mul(_columns(G, A, self.dtype), self.scale, out=out[..., i])
+            return Explicit(out.flatten(1).T, self.shape)
         W = self.G.new_empty(self.samples, self.shape[2] - self.bias, self.G.shape[1], dtype=self.dtype)
         for part, X in self._slabs(self.dtype):
             torch.mul(X, self.scale, out=W[:, part])

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import seng
+from seng.job import Job
 from seng.layers import kind_of
 from seng.numerics import reduced
 from seng.operators import Explicit, Implicit, Independent
 from seng.plan import Dims, Plan
-from seng.refresh import Job, build
+from seng.refresh import build
 from seng.sketch import KroneckerRows, LeverageRows, Rows
 
 LAM = 0.3

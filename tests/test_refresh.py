@@ -9,9 +9,10 @@ import torch
 import seng
 from seng import numerics
 from seng.block import factorize
+from seng.job import TOLERANCE, Job
 from seng.operators import Explicit, Merged
 from seng.plan import Dims, Plan, plan
-from seng.refresh import TOLERANCE, Job, build
+from seng.refresh import build
 from seng.windows import Windows
 
 LAM = 0.01  # of the largest eigenvalue

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import seng
+from seng.job import Job
 from seng.operators import Explicit, Implicit
 from seng.plan import Dims, Plan
-from seng.refresh import Job, build
+from seng.refresh import build
 from seng.sketch import CountSketch, Gaussian, Identity, KroneckerRows, LeverageRows, Rows
 
 SKETCHES = {

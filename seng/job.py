@@ -1,0 +1,233 @@
+"""One layer's refresh: from the U that was captured to the block that the steps solve with.
+
+The merged form keeps Y = UV_k, where V_k are leading directions of the Gram K = ΞᵀΞ: Ω may only choose the subspace, so that
+the eigenvalues of λ(YYᵀ + λI)⁻¹ lie in [0, 1] for every sketch. `seng.refresh` leads all layers through this, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seng.block import Block
+from seng.curvature import Curvature
+from seng.numerics import deviation, reduced, top
+from seng.operators import HALF, Implicit, Independent, Merged, Operator, product
+from seng.plan import Plan
+from seng.replay import directly
+from seng.sketch import Identity, Omega
+from seng.windows import Windows
+
+TOLERANCE = 0.03  # relative error of the direction that dropping directions may cause
+PATIENCE = 3  # refreshes for which an exact form stays before it is asked again whether few directions do
+
+Run = Callable[..., list[Tensor]]  # `replay.directly`, or by recordings
+
+
+@dataclass
+class Job:
+    """One layer to be refreshed."""
+
+    U: Operator  # as it was captured
+    plan: Plan
+    damping: float
+    half: bool  # whether bases may be kept in half precision
+    previous: Block | None  # of the same parameters: averaged with, and written to where the shapes stay
+    seed: Callable[[], torch.Generator]
+    timer: AbstractContextManager[None]
+    run: Run = directly
+    known: Tensor | None = None  # UᵀU, where it was worked out during the backward
+    omega: Omega = field(init=False)
+    gram: Tensor = field(init=False)
+    top: Tensor = field(init=False)  # its largest eigenvalue
+    values: Tensor = field(init=False)  # its leading eigenvalues
+    V: Tensor = field(init=False)  # and directions
+    lengths: Tensor = field(init=False)  # of UV_k for every k, and of U at the end
+    stacked: tuple[Merged, Merged] = field(init=False)  # the old basis and the new one
+    fresh: tuple[Tensor, Tensor] = field(init=False)  # Gram and largest eigenvalue of the new one
+    error: Tensor | None = field(init=False, default=None)
+    failed: int = field(init=False, default=0)  # solves with the previous block
+    patience: int = field(init=False, default=0)
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Its own stream, made when it is needed: making one takes time."""
+        return self.seed()
+
+    @property
+    def averaged(self) -> bool:
+        """Whether there is a basis to average with."""
+        return isinstance(self.U, Merged) and self.previous is not None and isinstance(self.previous.U, Merged)
+
+    def prepare(self, curvature: Curvature) -> None:
+        """U in its planned form, Ω and the Gram of ΩU."""
+        stays = self.plan.otherwise == "explicit" and (self.left > 0 or not self.plan.asks)
+        if self.plan.form == "explicit" or (stays and not self.half):  # not to form them twice
+            self.U = self.U.explicit()
+        elif self.plan.form == "implicit" and isinstance(self.U, Implicit | Windows):
+            self.U = _factors(self.U, self.plan.rank, curvature, self.generator)
+        sketch = curvature.sketch if self.plan.dims.own is None else None  # layers without factors stay exact
+        plain = sketch is None or sketch.covers(self.U.shape)
+        seen = self.U.implicit() if isinstance(self.U, Windows) and not plain else self.U
+        self.omega = Identity() if plain or sketch is None else sketch.draw(seen, self.generator)
+        if self.plan.form != "merged":
+            self.U = seen
+        if not (plain and isinstance(seen, Windows)):
+            self.gram = self.omega.of(seen).gram()
+        elif self.known is not None:
+            self.gram = self.known
+
+    @property
+    def left(self) -> int:
+        """Refreshes for which things stay as they were."""
+        return 0 if self.previous is None else self.previous.patience
+
+    @property
+    def patient(self) -> bool:
+        """Whether an average is taken to need all its directions, as it did before."""
+        return self.left > 0 and len(self.gram) >= self.plan.rank
+
+    @property
+    def most(self) -> int:
+        """The number of directions that is asked about; all of them where U stays as it is."""
+        settled = (
+            not self.plan.asks
+            or self.plan.form != "merged"
+            or (self.plan.otherwise is not None and self.previous is not None and self.previous.patience > 0)
+        )
+        return len(self.gram) if settled else min(self.plan.rank, len(self.gram))
+
+    @property
+    def tolerance(self) -> float:
+        """Less where U was kept as it is: what is at the edge would change its form all the time."""
+        exact = self.previous is not None and self.previous.U.samples == len(self.gram)
+        return TOLERANCE / 2 if exact else TOLERANCE
+
+    def steady(self, k: int) -> int:
+        """As many directions as there were, where so many are needed that this is no great waste: the shapes stay then."""
+        before = 0 if self.previous is None or not isinstance(self.previous.U, Merged) else self.previous.U.samples
+        return before if k < before <= min(4 * k, self.most) and before < len(self.gram) else k
+
+    def settle(self, k: int, averaging: bool) -> None:
+        """Keep UV_k, or U as it is."""
+        if self.plan.form == "explicit" and self.half and self.plan.dims.own is None and isinstance(self.omega, Identity):
+            self._keep(_whole, self.U, self.lengths[-1])
+        if self.plan.form != "merged":
+            return
+        self.error = torch.zeros((), device="cpu")
+        sketched, every = not isinstance(self.omega, Identity), k >= len(self.gram)
+        if self.plan.otherwise is not None:
+            self.patience = (self.left - 1 if self.left else PATIENCE) if every else 0
+        if every and self.plan.otherwise == "implicit":
+            self.U = self.U.implicit() if sketched and isinstance(self.U, Windows) else self.U
+        elif every and self.plan.otherwise == "explicit" and not (self.half and not sketched):
+            self.U = self.U.explicit()
+        elif sketched:
+            Y = self.U.explicit().U.T if every else self.U.combine(self.V[:, :k].to(self.U.dtype))
+            self.error = self.error if every else deviation(Y, self.values[:k].to(Y.dtype))
+            self.U = Merged.of(Y, self.U.shape, self.half)
+            self.gram, self.omega = self.U.gram(), Identity()
+            self.top = top(self.gram[None])[0].to(self.gram.dtype)
+        elif every:
+            self._keep(_whole, self.U, self.lengths[-1], averaging=averaging)
+        else:
+            self._keep(_basis, self.U, self.V[:, :k], self.lengths[k - 1], averaging=averaging)
+
+    def stack(self, decay: float) -> None:
+        """U becomes [√δ·U_old, √(1−δ)·U], whose Gram is put together from its parts."""
+        assert self.previous is not None and isinstance(self.previous.U, Merged) and isinstance(self.U, Merged)
+        before = self.previous.U
+        if self.half and before.Y.dtype not in HALF:
+            before = Merged.of(before.Y, before.shape, True).scaled(before.scale)
+        self.fresh = self.gram, self.top
+        (self.gram,) = self.run(_gram_of_both, before, self.U, self.previous.gram, self.gram, decay=decay)
+        self.stacked = before.scaled(decay**0.5), self.U.scaled((1 - decay) ** 0.5)
+
+    def truncate(self, k: int) -> None:
+        """The stack becomes what its k leading directions keep of it."""
+        self._keep(_truncated, *self.stacked, self.V[:, :k])
+
+    def _keep(self, function: Callable[..., tuple[Tensor, ...]], *args: Tensor | Operator, averaging: bool = False) -> None:
+        """U becomes a basis, where the last one was if that is not needed any more."""
+        before = None if self.previous is None or averaging or not self.gram.is_cuda else self.previous.U
+        rooms = (before.Y, before.scale) if isinstance(before, Merged) else ()
+        Y, scale, self.gram = self.run(function, *args, into=rooms, half=self.half)
+        self.U = Merged(Y, scale, self.U.shape)
+
+    def block(self, relative: bool) -> tuple[Block, list[tuple[Tensor, Tensor]]]:
+        """The finished block, and what has to be copied into which of its tensors."""
+        pairs = None if self.previous is None else self.previous.renewed(self.U, self.omega, self.gram, self.top, relative)
+        if self.previous is not None and pairs is not None:
+            block = self.previous
+        else:
+            block = Block(_own(self.U), self.omega, self.gram.clone(), self.top.clone(), relative)
+        block.sketch_error, block.patience = self.error, self.patience
+        return block, pairs or []
+
+
+def _basis(U: Operator, V: Tensor, length: Tensor, *, half: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Y, its scale and its Gram for UV, whose length is known."""
+    with coarser(half and V.is_cuda):
+        Y = U.combine(V.to(U.dtype))
+    return _parts(Merged.of(Y, U.shape, half, length))
+
+
+@contextmanager
+def coarser(allowed: bool) -> Iterator[None]:
+    """Products of float32 numbers with the digits that float16 has (TF32), which is what a basis in half precision keeps."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else before
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _whole(U: Operator, length: Tensor, *, half: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for U itself."""
+    return _parts(Merged.of(U.explicit().U.T, U.shape, half, length))
+
+
+def _gram_of_both(old: Merged, new: Merged, K_old: Tensor, K_new: Tensor, *, decay: float) -> tuple[Tensor]:
+    """The Gram of [√δ·U_old, √(1−δ)·U_new]."""
+    across = product(old.Y.to(new.Y.dtype), new.Y.T) * (old.scale * new.scale * (decay * (1 - decay)) ** 0.5)
+    return (torch.cat([torch.cat([decay * K_old, across], 1), torch.cat([across.T, (1 - decay) * K_new], 1)]),)
+
+
+def _truncated(old: Merged, new: Merged, W: Tensor, *, half: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """[U_old, U_new]W as a basis."""
+    W = W.to(old.dtype)
+    if not half:
+        return _parts(Merged.of(old.combine(W[: old.samples]) + new.combine(W[old.samples :]), old.shape))
+    scale = torch.maximum(old.scale, new.scale)
+    W = torch.cat([W[: old.samples] * (old.scale / scale), W[old.samples :] * (new.scale / scale)]).T.to(torch.float16)
+    Y = torch.mm(W[:, : old.samples].contiguous(), old.Y.to(torch.float16))
+    Y.addmm_(W[:, old.samples :].contiguous(), new.Y)  # orthonormal combinations of numbers of size 1: no overflow
+    return _parts(Merged(Y, scale, old.shape))
+
+
+def _parts(U: Merged) -> tuple[Tensor, Tensor, Tensor]:
+    return U.Y, U.scale, U.gram()
+
+
+def _own(U: Operator) -> Operator:
+    """Factors without the rest of a batch of which they are a part."""
+    if not isinstance(U, Implicit | Windows):
+        return U
+    whole: dict[str, Any] = {name: t for name, t in vars(U).items() if isinstance(t, Tensor)}
+    return replace(U, **{name: t.clone() for name, t in whole.items() if t.untyped_storage().nbytes() > t.nbytes})
+
+
+def _factors(U: Implicit | Windows, rank: int, curvature: Curvature, generator: torch.Generator) -> Operator:
+    """The implicit form: rank-r factors, or all of them where they are no more."""
+    if curvature.combine == "exact" and rank >= U.rank:
+        return U
+    factors = U.implicit() if isinstance(U, Windows) else U
+    factors = reduced(factors, rank, generator)
+    return Independent(factors.G, factors.A) if curvature.combine == "independent" else factors
