@@ -112,7 +112,7 @@ class Job:
     def steady(self, k: int) -> int:
         """As many directions as there were, where so many are needed that this is no great waste: the shapes stay then."""
         before = 0 if self.previous is None or not isinstance(self.previous.U, Merged) else self.previous.U.samples
-        return before if k < before <= min(4 * k, self.most) and before < len(self.gram) else k
+        return before if k < before <= min(2 * k, self.most) and before < len(self.gram) else k
 
     def settle(self, k: int, averaging: bool) -> None:
         """Keep UV_k, or U as it is."""

@@ -243,3 +243,17 @@ def test_a_recording_gives_what_the_function_gives_for_other_numbers():
 
 def lambda_free(X, y, by):
     return X @ y, by * X
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_grams_of_the_backward_are_those_of_the_step(parts):
+    ends = []
+    for early in (True, False):
+        model = network().to(memory_format=torch.channels_last)
+        opt = seng.SENG(model, lr=0.05, refresh_every=2, curvature=seng.Curvature(rank=None, decay=0, relative_damping=False))
+        if not early:
+            opt.preconditioner.samples.grams = None
+        train(model, opt, 7, torch.bfloat16, parts=parts)
+        ends.append(values(model))
+    start = values(network())
+    assert naive.relative_error(ends[0] - start, ends[1] - start) < 1e-3

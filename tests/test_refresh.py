@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import seng
-from seng import numerics
+from seng import job as jobs
+from seng import numerics, refresh, staging
 from seng.block import factorize
-from seng.job import TOLERANCE, Job
+from seng.job import PATIENCE, TOLERANCE, Job
 from seng.operators import Explicit, Merged
 from seng.plan import Dims, Plan, plan
 from seng.refresh import build
@@ -155,3 +156,68 @@ def test_the_largest_eigenvalue_of_a_basis_is_not_the_sketch_s(rank):
     curvature = seng.Curvature(form="merged", rank=rank, decay=0, sketch=seng.sketch.Rows(20))
     (block,) = build([job(U, merged(U, rank), False)], curvature)
     torch.testing.assert_close(block.top, torch.linalg.eigvalsh(block.gram)[-1], rtol=1e-4, atol=0)
+
+
+def refreshed(U, previous, rank=16, otherwise="explicit", half=False):
+    (block,) = build(
+        [job(explicit(U), merged(explicit(U), rank, otherwise), half, previous)], seng.Curvature(rank=None, decay=0)
+    )
+    return block
+
+
+def test_after_an_exact_form_it_is_not_asked_again_for_a_while(small_work):
+    hard, easy = graded(64, 300, 1.0), graded(64, 300, 0.5)
+    block = refreshed(hard, None)
+    forms = []
+    for _ in range(PATIENCE + 2):
+        assert block.patience >= 0
+        block = refreshed(easy, block)
+        forms.append(block.U.samples)
+    assert forms == [64] * PATIENCE + [8, 8]
+    assert error(block, easy, easy.sum(1)) < TOLERANCE * 1.1
+
+
+def test_as_many_directions_as_before_where_that_is_no_great_waste(small_work):
+    many, some, few = (graded(64, 300, decay) for decay in (0.85, 0.75, 0.3))
+    block = refreshed(many, None, rank=48)
+    before = block.U.samples
+    assert 16 < before < 64
+    assert refreshed(some, None, rank=48).U.samples < before  # by itself it would be fewer
+    assert refreshed(some, block, rank=48).U.samples == before
+    assert refreshed(few, block, rank=48).U.samples == 8
+
+
+def test_at_the_edge_a_form_stays(small_work, monkeypatch):
+    """A layer that was exact becomes a basis only where that does clearly."""
+    U = graded(64, 300, 0.85)
+    basis = refreshed(U, None, rank=48)
+    monkeypatch.setattr(jobs, "TOLERANCE", 1.5 * error(basis, U, U.sum(1)))
+    assert refreshed(U, None, rank=basis.U.samples).U.samples == basis.U.samples
+    exact = refreshed(graded(64, 300, 1.0), None, rank=basis.U.samples)
+    exact.patience = 0
+    assert refreshed(U, exact, rank=basis.U.samples).U.samples == 64
+
+
+def test_no_basis_where_the_next_refresh_is_near():
+    dims = Dims("layer", (1, 64, 576), 1024, 256, None)
+    every_step, seldom = (plan([dims], seng.Curvature(rank=None, decay=0), None, every)[0] for every in (1, 200))
+    assert not every_step.asks and seldom.asks
+    U = graded(64, 300, 0.5)
+    chosen = Plan(Dims("layer", (1, 300, 1), 1, 64, None), "merged", 16, "", "explicit", asks=False)
+    (block,) = build([job(explicit(U), chosen)], seng.Curvature(rank=None, decay=0))
+    assert block.U.samples == 64 and error(block, U, U.sum(1)) < 2e-3
+
+
+def test_an_average_that_needed_all_its_directions_is_not_looked_at_every_time(small_work, monkeypatch):
+    looks = []
+    monkeypatch.setattr(refresh, "read", lambda numbers: looks.append(len(numbers)) or staging.read(numbers))
+    curvature = seng.Curvature(rank=12, decay=0.7)
+    block, M, counts = None, None, []
+    for seed in range(7):
+        U = graded(40, 300, 0.95, seed)
+        looks.clear()
+        (block,) = build([job(explicit(U), merged(explicit(U), 12), False, block)], curvature)
+        counts.append(len(looks))
+        M = U @ U.T if M is None else 0.7 * M + 0.3 * U @ U.T
+        assert block.U.samples == 12
+    assert counts == [1, 2, 1, 1, 1, 2, 1]
