@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from seng import kernels
-from seng.kernels import AVAILABLE, COLUMNS, SLAB, SPAN, TILE, TYPES, WARPS
+from seng.kernels import AVAILABLE, COLUMNS, MANY, SPAN, TYPES, WORK
 from seng.staging import send
 
 
@@ -63,7 +63,7 @@ def fits(item: Item) -> bool:
     placed = (available(Y.device) or interpreted) and {x.device for x in (*params, core, item.failures)} == {Y.device}
     typed = {Y.dtype, params[0].dtype} <= TYPES.keys() and len({p.dtype for p in params}) == 1 and core.dtype == torch.float32
     dense = all(torch.empty_like(p, device="meta").stride() == p.stride() for p in params)  # in memory without gaps or overlap
-    sized = Y.shape[1] > 0 and Y.shape[1] == sum(p.numel() for p in params) and Y.shape[1] < 2**31 - TILE
+    sized = Y.shape[1] > 0 and Y.shape[1] == sum(p.numel() for p in params) and Y.shape[1] < 2**31 - 2**10
     shaped = sized and Y.is_contiguous() and core.is_contiguous() and all(rows == 1 or p.shape[0] == rows for p in params)
     first, second = [*(_dims(piece, rows) for piece in item.pieces), [(1, 1)]][:2]
     simple = len(params) <= 2 and len(first) <= 3 and len(second) == 1 and (rows == 1 or second == [(1, 1)])
@@ -98,7 +98,8 @@ def _row(item: Item, *places: int) -> list[int]:
     dims = [(1, 0)] * 3 + _dims(first, item.rows)
     (_, t0), (s1, t1), (s2, t2) = dims[-3:]
     whole = _merged(first.param.shape, first.param.stride())
-    kind = 0 if not rest and whole[1:] == [] and whole[0][1] == 1 else 1 if dims[-2] == (1, 0) else 2
+    in_order = k == 0 or (whole[1:] == [] and whole[0][1] == 1)  # without a basis any order does, and memory's is the fastest
+    kind = 0 if not rest and in_order else 1 if dims[-2] == (1, 0) else 2
     row_stride = first.param.stride(0) if item.rows > 1 else 0
     bias_stride = (rest[0].param.stride(0) if item.rows > 1 else _dims(rest[0], 1)[0][1]) if rest else 0
     pointers = [item.Y.data_ptr(), item.core.data_ptr(), item.failures.data_ptr()]
@@ -124,7 +125,7 @@ class _Upload:
 
 
 class _Kind:
-    """Blocks of one pair of types, and their tables on the device."""
+    """Blocks of one pair of types, all with few rows or all tall, and their tables on the device."""
 
     def __init__(self, items: list[tuple[int, int, Item]], device: torch.device) -> None:
         """Each item with its number and that of its first parameter."""
@@ -134,10 +135,11 @@ class _Kind:
         ks: list[int] = []
         numbers = sums = b = 0
         self.items = [number for number, _, _ in items]
+        self.work = WORK[items[0][2].Y.shape[0] >= MANY]
         self.places: list[tuple[int, int, int, int]] = []  # of each block in `sums` (first, spans) and in `b` (first, k)
         for block, (_, param, item) in enumerate(items):
             k, n = item.Y.shape
-            count = -(-n // TILE)
+            count = -(-n // self.work.TILE)
             counts, starts, ks = [*counts, count], [*starts, numbers], [*ks, k]
             blocks.append(_row(item, param, sums, -(-count // SPAN), b))
             for first in range(0, count, SPAN):
@@ -158,7 +160,8 @@ class _Kind:
         )
         self.partial, self.sums, self.b = (torch.empty(size, dtype=torch.float32, device=device) for size in (numbers, sums, b))
         Y, p = items[0][2].Y, items[0][2].pieces[0].param
-        self.constants: dict[str, Any] = {"SLAB": SLAB, "TILE": TILE}
+        self.constants: dict[str, Any] = {"SLAB": self.work.SLAB, "TILE": self.work.TILE}
+        self.chunks = -(-max(ks) // self.work.ROWS)
         self.constants |= {"Y_TYPE": TYPES[Y.dtype], "TYPE": TYPES[p.dtype]}
         self.params = [q for _, param, item in items for q in range(param, param + len(item.pieces))]
         self.buffer_type = self.constants["TYPE"]
@@ -167,7 +170,8 @@ class _Kind:
         """b of every block, in three launches."""
         if not len(self.slices):  # blocks of no columns alone
             return
-        kernels.dots[(len(self.tiles),)](self.tiles, self.blocks, gradients, self.partial, **self.constants, num_warps=WARPS)
+        options = {**self.constants, "ROWS": self.work.ROWS, "num_warps": self.work.WARPS}
+        kernels.dots[(len(self.tiles), self.chunks)](self.tiles, self.blocks, gradients, self.partial, **options)
         kernels.sums[(len(self.spans),)](self.spans, self.partial, self.sums, COLUMNS=COLUMNS)
         kernels.core[(len(self.slices),)](self.slices, self.blocks, self.sums, self.b, COLUMNS=COLUMNS)
 
@@ -175,7 +179,7 @@ class _Kind:
         """Four launches."""
         self.project(gradients)
         own = self.tiles, self.blocks, gradients
-        options = {"SGD": SGD, "BUFFER_TYPE": self.buffer_type, "num_warps": WARPS}
+        options = {"SGD": SGD, "BUFFER_TYPE": self.buffer_type, "num_warps": self.work.WARPS}
         kernels.finish[(len(self.tiles),)](*own, self.b, targets, *tables, **self.constants, **options)
 
 
@@ -196,10 +200,11 @@ class Grouped:
             raise RuntimeError(
                 f"the parameters were moved away from {self.device}, where their curvature is: build the optimizer anew"
             )
-        kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, Item]]] = {}
+        kinds: dict[object, list[tuple[int, int, Item]]] = {}
         param = 0
         for number, item in enumerate(self.items):
-            kinds.setdefault((item.Y.dtype, item.pieces[0].param.dtype), []).append((number, param, item))
+            key = item.Y.dtype, item.pieces[0].param.dtype, item.Y.shape[0] >= MANY
+            kinds.setdefault(key, []).append((number, param, item))
             param += len(item.pieces)
         self.kinds = [_Kind(kind, self.device) for kind in kinds.values()]
         self.addresses = [p.data_ptr() for p in self.params]

@@ -12,7 +12,7 @@ tiles, `core` gives b = C(Yg), and `finish` ends with d or with the new θ. Sums
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,11 +23,20 @@ except ImportError:
     triton = None
 jit: Callable[[Any], Any] = getattr(triton, "jit", lambda kernel: kernel)
 
-TILE = 1024  # consecutive numbers of a block that one program takes
-SLAB = 8  # rows of Y that it has in flight: 64 numbers for each of its 32·WARPS threads
+
+class Work(NamedTuple):
+    """How much one program does."""
+
+    TILE: int  # consecutive numbers of a block
+    SLAB: int  # rows of Y that it has in flight
+    ROWS: int  # rows of Y in all, in `dots`
+    WARPS: int
+
+
+MANY = 64  # rows of Y from which a block is worked on as a tall one
+WORK = {False: Work(1024, 8, 64, 4), True: Work(512, 8, 32, 2)}  # of blocks with few rows, and of tall ones
 SPAN = 256  # tiles that one program of `sums` adds
 COLUMNS = 32  # columns of `sums` and rows of `core` for one program
-WARPS = 4
 AVAILABLE = triton is not None
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 TYPES = {
@@ -81,8 +90,8 @@ def _entries(X, r, c, rows, columns, stride):
 
 
 @jit
-def _products(Y, n, k, i, g, out, SLAB: tl.constexpr):
-    for start in range(0, k, SLAB):
+def _products(Y, n, first, k, i, g, out, SLAB: tl.constexpr):
+    for start in range(first, k, SLAB):
         j = start + tl.arange(0, SLAB)
         tl.store(out + j, tl.sum(_entries(Y, j, i, k, n, n) * g[None, :], axis=1), mask=j < k)
 
@@ -97,20 +106,26 @@ def _combination(Y, n, k, i, b, SLAB: tl.constexpr, TILE: tl.constexpr):
 
 
 @jit
-def dots(tiles, blocks, gradients, partial, SLAB: tl.constexpr, TILE: tl.constexpr, Y_TYPE: tl.constexpr, TYPE: tl.constexpr):
-    """partial[tile, j] = Σ_i Y[j, i]·g[i]."""
+def dots(
+    tiles, blocks, gradients, partial,
+    ROWS: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr, Y_TYPE: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """partial[tile, j] = Σ_i Y[j, i]·g[i], for ROWS of the j."""
     tile = tiles + 3 * tl.program_id(0)
     row = blocks + 20 * tl.load(tile)
-    n, k, Y = tl.load(row + 3), _int(row + 4), tl.load(row)
+    first = tl.program_id(1) * ROWS
+    n, k, Y = tl.load(row + 3), tl.minimum(_int(row + 4), first + ROWS), tl.load(row)
+    if first >= k:
+        return
     i = _int(tile + 1) * TILE + tl.arange(0, TILE)
     second, offset = _place(row, i)
     g = tl.load(_pointers(gradients, row, second, offset, TYPE), mask=i < n, other=0).to(tl.float32)
     out = partial + tl.load(tile + 2)
     # Where rows are aligned the compiler is told, and loads 16 bytes at a time; else every number needs its own address.
     if tl.load(row + 5) > 0:
-        _products(tl.multiple_of(Y.to(tl.pointer_type(Y_TYPE)), 16), n // 8 * 8, k, i, g, out, SLAB)
+        _products(tl.multiple_of(Y.to(tl.pointer_type(Y_TYPE)), 16), n // 8 * 8, first, k, i, g, out, SLAB)
     else:
-        _products(Y.to(tl.pointer_type(Y_TYPE)), n, k, i, g, out, 2)
+        _products(Y.to(tl.pointer_type(Y_TYPE)), n, first, k, i, g, out, 2)
 
 
 @jit

@@ -189,7 +189,7 @@ def _first_choice(d: Dims, curvature: Curvature, rank: int | None) -> Plan:
 WIDEST = 64  # directions; where more are needed, the exact forms are the cheaper ones
 FEW = 64  # positions up to which ϱκ products per number take a GPU about as long as reading ϱ numbers
 SOON = 8  # steps between refreshes in which no basis pays off
-LARGE = 2**18  # numbers from which a layer is worth launches of its own
+LARGE = 2**16  # numbers from which a layer is worth launches of its own
 
 
 def _by_tolerance(d: Dims) -> Plan:

@@ -60,8 +60,8 @@ class Replay:
 
     def _record(self, recording: _Recording, function: Function, args: Sequence[Tensor | Operator], constants: Any) -> None:
         needed = max(known.bytes for known in self.recordings.values() if known.fits)
-        if self.arena is None or self.arena.numel() < needed:
-            self.arena = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        if self.arena is None or self.arena.numel() < needed:  # in powers of 2, since the one before stays as well
+            self.arena = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8, device=self.device)
         if self.pool is None:
             self.pool, self.side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
         recording.record(self.arena, self.pool, self.side, function, args, constants)

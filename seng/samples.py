@@ -224,7 +224,9 @@ def added(U: Operator, V: Operator) -> Operator:
     """U + V, column by column: one layer used twice in a backward, or two that share a weight."""
     if isinstance(U, Lookup) and isinstance(V, Lookup):
         return Lookup(torch.cat([U.tokens, V.tokens], 1), torch.cat([U.G, V.G], 1), U.vocabulary)
-    if isinstance(U, Explicit) or isinstance(V, Explicit):
+    looked_up = isinstance(U, Lookup) or isinstance(V, Lookup)
+    wide_enough = looked_up and _positions(U) + _positions(V) >= U.shape[2]  # one-hot columns would be larger than U itself
+    if isinstance(U, Explicit) or isinstance(V, Explicit) or wide_enough:
         return Explicit(U.explicit().U + V.explicit().U, U.shape)
     P, R = (W.implicit() if isinstance(W, Lookup | Windows) else W for W in (U, V))
     assert isinstance(P, Implicit) and isinstance(R, Implicit)

@@ -103,9 +103,12 @@ class Windows(Operator):
                 yield slice(i * C, (i + 1) * C), _columns(A, G, dtype)
             return
         G, A = self._sides()
-        step = max(1, SLAB * 2 // dtype.itemsize // max(1, self.samples * G.shape[2])) // 8 * 8 or 8
+        n_G = G.shape[2]
+        if G.dtype in HALF and G.is_cuda and n_G % 8:  # rows that are not aligned take a GPU several times as long
+            G = F.pad(G, (0, -n_G % 8))
+        step = max(1, SLAB * 2 // dtype.itemsize // max(1, self.samples * n_G)) // 8 * 8 or 8
         for i in range(0, A.shape[2], step):
-            yield slice(i, min(i + step, A.shape[2])), _columns(A[..., i : i + step], G, dtype)
+            yield slice(i, min(i + step, A.shape[2])), _columns(A[..., i : i + step], G, dtype)[..., :n_G]
 
     def _of_bias(self) -> Tensor:
         """Σ_positions Ĝ (ϱ, n_G)."""
@@ -215,9 +218,12 @@ def _columns(A: Tensor, G: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _less_product(Z: Tensor, X: Tensor, Y: Tensor) -> Tensor:
-    """Z − XY, in one pass over Z."""
+    """Z − XY; with Y in half precision X is two halves, whose sum has twice the digits."""
     if Y.dtype not in HALF or not Y.is_cuda:
         return torch.addmm(Z, X, Y.to(X.dtype), alpha=-1)
     head = X.to(Y.dtype)
-    halves = torch.cat([head, (X - head).to(Y.dtype)], 1)
-    return torch.addmm(Z, halves, torch.cat([Y, Y]), out_dtype=torch.float32, alpha=-1)
+    tail = (X - head).to(Y.dtype)
+    if Z.numel() < 2 * Y.numel():
+        Z = torch.addmm(Z, head, Y, out_dtype=torch.float32, alpha=-1)
+        return torch.addmm(Z, tail, Y, out_dtype=torch.float32, alpha=-1)
+    return torch.addmm(Z, torch.cat([head, tail], 1), torch.cat([Y, Y]), out_dtype=torch.float32, alpha=-1)  # one pass over Z

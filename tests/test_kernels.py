@@ -11,9 +11,10 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from seng.grouped import Grouped, Hyper, Item, Piece, available, fits  # noqa: E402
-from seng.kernels import TILE  # noqa: E402
+from seng.kernels import WORK  # noqa: E402
 from seng.norms import standardized_sums  # noqa: E402
 
+TILE = WORK[False].TILE
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 CHANNELS_LAST = torch.channels_last
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of results rounded to this type
@@ -82,6 +83,9 @@ BLOCKS = {
     "k = 1": lambda **o: item((9, 4), k=1, **o),
     "k = 40": lambda **o: item((9, 40), (9,), k=40, **o),
     "k = 100": lambda **o: item((16, 16), k=100, **o),
+    "tall, several tiles": lambda **o: item((61, 83), (61,), k=130, **o),
+    "tall, aligned rows": lambda **o: item((16, 80), k=200, **o),
+    "tall, channels last": lambda **o: item((30, 16, 3, 3), (30,), k=64, memory_format=CHANNELS_LAST, **o),
 }
 
 
@@ -106,9 +110,9 @@ def test_types(Y_dtype, dtype):
 def mixed():
     """Every block at once, of several pairs of types."""
     types = [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
-    pairs = zip(BLOCKS.values(), types * 6, strict=True)
-    nothing = item((9, 4), k=0)  # its direction is its gradient
-    return [nothing] + [make(seed=20 * q, Y_dtype=Y_dtype, dtype=dtype) for q, (make, (Y_dtype, dtype)) in enumerate(pairs)]
+    pairs = zip(BLOCKS.values(), types * 7, strict=True)
+    nothing = [item((9, 4), k=0), item((6, 5, 3, 3), k=0, memory_format=CHANNELS_LAST)]  # whose direction is the gradient
+    return nothing + [make(seed=20 * q, Y_dtype=Y_dtype, dtype=dtype) for q, (make, (Y_dtype, dtype)) in enumerate(pairs)]
 
 
 def test_many_blocks_at_new_addresses():
