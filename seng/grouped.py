@@ -18,6 +18,7 @@ from torch import Tensor
 
 from seng import kernels
 from seng.kernels import AVAILABLE, COLUMNS, MANY, SPAN, TYPES, WORK
+from seng.replay import side_stream
 from seng.staging import send
 
 
@@ -292,7 +293,7 @@ class Grouped:
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self.graph is None and self.key == key and self.device.type == "cuda" and not _capturing():
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                with torch.cuda.graph(self.graph, stream=side_stream(self.device), capture_error_mode="thread_local"):
                     self._launch(*tables, SGD=SGD)
             if self.graph is not None and self.key == key:
                 return self.graph.replay()

@@ -54,6 +54,7 @@ class Job:
     error: Tensor | None = field(init=False, default=None)
     failed: int = field(init=False, default=0)  # solves with the previous block
     patience: int = field(init=False, default=0)
+    writes: bool = field(init=False, default=False)  # to the previous block, of which only a part may be new as yet
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -157,6 +158,7 @@ class Job:
         """U becomes a basis, where the last one was if that is not needed any more."""
         before = None if self.previous is None or averaging or not self.gram.is_cuda else self.previous.U
         rooms = (before.Y, before.scale) if isinstance(before, Merged) else ()
+        self.writes = bool(rooms)
         Y, scale, self.gram = self.run(function, *args, into=rooms, half=self.half)
         self.U = Merged(Y, scale, self.U.shape)
 
@@ -181,8 +183,11 @@ def _basis(U: Operator, V: Tensor, length: Tensor, *, half: bool) -> tuple[Tenso
 @contextmanager
 def coarser(allowed: bool) -> Iterator[None]:
     """Products of float32 numbers with the digits that float16 has (TF32), which is what a basis in half precision keeps."""
+    if not (allowed and hasattr(torch.backends.cuda.matmul, "fp32_precision")):  # not so before torch 2.9
+        yield
+        return
     before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else before
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         yield
     finally:
@@ -217,11 +222,11 @@ def _parts(U: Merged) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _own(U: Operator) -> Operator:
-    """Factors without the rest of a batch of which they are a part."""
+    """Factors without the rest of a batch of which they are a part; on a GPU, where they are written to, none that others have."""
     if not isinstance(U, Implicit | Windows):
         return U
     whole: dict[str, Any] = {name: t for name, t in vars(U).items() if isinstance(t, Tensor)}
-    return replace(U, **{name: t.clone() for name, t in whole.items() if t.untyped_storage().nbytes() > t.nbytes})
+    return replace(U, **{name: t.clone() for name, t in whole.items() if t.is_cuda or t.untyped_storage().nbytes() > t.nbytes})
 
 
 def _factors(U: Implicit | Windows, rank: int, curvature: Curvature, generator: torch.Generator) -> Operator:

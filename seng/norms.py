@@ -66,7 +66,7 @@ def standardized_sums(a: Tensor, g: Tensor, mean: Tensor, inverse: Tensor) -> Te
     """Σ g ⊙ x̂ and Σ g side by side (ϱ, 2C), over the positions of each sample, x̂ = (a − mean)·inverse; one pass by Triton."""
     a, g = (x[..., None] if x.dim() == 2 else x.flatten(2) for x in (a, g))
     samples, C, positions = a.shape
-    out = torch.empty(samples, 2 * C, device=a.device)
+    out = torch.empty(samples, 2 * C, dtype=torch.float32, device=a.device)
     grid = samples, -(-C // CHANNELS)
     own = (a, g, mean.float(), inverse.float(), out, C, positions, *a.stride(), *g.stride())
     kernels.standardized[grid](*own, POSITIONS=64, CHANNELS=CHANNELS)

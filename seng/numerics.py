@@ -86,7 +86,7 @@ def _unit_trace(P: Tensor) -> Tensor:
 def start(K: Tensor, width: int, generator: torch.Generator | None = None) -> Tensor:
     """Where `spectrum` begins, for the `width` leading directions of K (L, m, m): some more of them at random (m, w)."""
     m = K.shape[-1]
-    wider = 0 if one_by_one(K) else min(m, width + OVERSAMPLE)
+    wider = 0 if one_by_one(K) or not width else min(m, width + OVERSAMPLE)
     return torch.randn(m, wider, generator=generator, device=K.device, dtype=widest(K))
 
 

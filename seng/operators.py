@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -61,6 +61,8 @@ def windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: S
 @dataclass(frozen=True)
 class Operator(ABC):
     """A tall matrix U (n, ϱ) known through its products."""
+
+    waits: ClassVar[bool] = False  # whether its products wait for the device, so that they cannot be recorded
 
     @property
     @abstractmethod
@@ -296,6 +298,8 @@ class Independent(Implicit):
 @dataclass(frozen=True)
 class Lookup(Operator):
     """Embeddings: u_i = Σ_t e_{token(i,t)} g_{it}ᵀ, so that only the rows that were looked up are kept."""
+
+    waits: ClassVar[bool] = True  # to know which rows occur
 
     tokens: Tensor  # (ϱ, κ)
     G: Tensor  # (ϱ, κ, n_A)

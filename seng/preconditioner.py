@@ -86,7 +86,7 @@ class Preconditioner:
         self._kept: tuple[Dampings, tuple[int, ...], bool, bool, Ready] | None = (
             None  # what the last step solved with, and under which dampings
         )
-        self._waiting: dict[tuple[int, int, int], Plan] = {}  # site, κ and ϱ -> what `_keep` goes by
+        self._waiting: dict[tuple[tuple[Segment, ...], int, int], Plan] = {}  # parameters, κ and ϱ -> what `_keep` goes by
         self._noted: tuple[dict[int, Solve], Ready, Gradients] | None = None  # a refresh whose directions are to come
         self.cover(params)
 
@@ -324,7 +324,7 @@ class Preconditioner:
         """What waits until step(): the smaller of columns and factors, or reduced factors where they are asked for."""
         if not isinstance(U, Implicit | Windows):
             return U
-        size = id(site), U.rank, U.samples
+        size = site.active(), U.rank, U.samples
         if size not in self._waiting:
             (self._waiting[size],) = plan([site_dims(site, U.rank, U.samples)], self.curvature)
         chosen = self._waiting[size]

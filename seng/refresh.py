@@ -39,7 +39,7 @@ def grams(Us: Sequence[Operator], run: Run, timers: Sequence[AbstractContextMana
             end == start
             or (
                 sum(U.bytes for U in Us[start : end + 1]) <= LARGE // 2
-                and Us[end].samples == Us[start].samples
+                and _alike(Us[end], Us[start])
                 and timers[end] is timers[start]
             )
         ):
@@ -48,6 +48,12 @@ def grams(Us: Sequence[Operator], run: Run, timers: Sequence[AbstractContextMana
             (stack,) = run(_grams, *Us[start:end])
         out += stack.unbind()
     return out
+
+
+def _alike(U: Operator, V: Operator) -> bool:
+    """Whether their Grams can be stacked."""
+    first, second = U.tensors()[0], V.tensors()[0]
+    return (U.samples, U.dtype, first.device) == (V.samples, V.dtype, second.device)
 
 
 def _grams(*Us: Operator) -> tuple[Tensor]:
@@ -69,13 +75,20 @@ def build(jobs: Sequence[Job], curvature: Curvature, run: Run = directly) -> lis
     for job, (failed,) in zip(counted, seen[len(groups) :], strict=True):
         job.failed = failed
     alive = [(job, k) for same, ks in zip(groups, seen, strict=False) for job, k in zip(same, ks, strict=True) if k >= 0]
-    for job, k in alive:
-        with job.timer:
-            job.settle(job.steady(k), curvature.averaging > 0)
-    if curvature.averaging:
-        _average([job for job, _ in alive if job.averaged], curvature, run)
-    built = {id(job): job.block(curvature.relative_damping) for job, _ in alive}
-    write([pair for _, pairs in built.values() for pair in pairs])
+    try:
+        for job, k in alive:
+            with job.timer:
+                job.settle(job.steady(k), curvature.averaging > 0)
+        if curvature.averaging:
+            _average([job for job, _ in alive if job.averaged], curvature, run)
+        built = {id(job): job.block(curvature.relative_damping) for job, _ in alive}
+        write([pair for _, pairs in built.values() for pair in pairs])
+    except BaseException:
+        for job, _ in alive:
+            if job.writes and job.previous is not None:  # half old and half new: it solves nothing until the next refresh
+                job.previous.gram.fill_(torch.nan)
+                job.previous.core = None
+        raise
     return [built[id(job)][0] if id(job) in built else None for job in jobs]
 
 

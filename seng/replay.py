@@ -45,26 +45,47 @@ class Replay:
     ) -> list[Tensor]:
         """As `directly`; the function never waits for the device, and all it depends on is among its arguments."""
         tensors = list(_tensors(args))
-        if self.device.type != "cuda" or any(t.device != self.device for t in tensors) or _capturing():
+        waits = any(isinstance(arg, Operator) and arg.waits for arg in args)
+        if self.device.type != "cuda" or waits or any(t.device != self.device for t in tensors) or _capturing():
             return directly(function, *args, into=into, **constants)
         key = function, tuple(map(signature, args)), tuple(constants.items())
         known = self.recordings.get(key)
         if known is None or not known.fits:
             results = function(*args, **constants)
-            if known is None and len(self.recordings) < MOST:
+            if len(self.recordings) == MOST:  # shapes keep changing: begin anew
+                self._forget()
+            if known is None:
                 self.recordings[key] = _Recording([_like(t) for t in (*tensors, *results)], len(tensors))
             return _placed(results, into)
-        if known.graph is None:
-            self._record(known, function, args, constants)
+        try:
+            if known.graph is None:
+                self._record(known, function, args, constants)
+        except torch.OutOfMemoryError:  # a recording cannot have the memory that others have left unused
+            known.fits = False
+            return directly(function, *args, into=into, **constants)
         return known.replayed(tensors, into)
+
+    def _forget(self) -> None:
+        self.recordings.clear()
+        self.arena = self.pool = None
 
     def _record(self, recording: _Recording, function: Function, args: Sequence[Tensor | Operator], constants: Any) -> None:
         needed = max(known.bytes for known in self.recordings.values() if known.fits)
         if self.arena is None or self.arena.numel() < needed:  # in powers of 2, since the one before stays as well
             self.arena = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8, device=self.device)
         if self.pool is None:
-            self.pool, self.side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
-        recording.record(self.arena, self.pool, self.side, function, args, constants)
+            self.pool = torch.cuda.graph_pool_handle()
+        recording.record(self.arena, self.pool, side_stream(self.device), function, args, constants)
+
+
+_SIDES: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where graphs are recorded on a device: one stream for all, since libraries keep workspaces for each."""
+    if device not in _SIDES:
+        _SIDES[device] = torch.cuda.Stream(device)
+    return _SIDES[device]
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Backward:
     numbers: Counter[int] = field(default_factory=Counter)  # site -> numbers per sample of inputs and outputs of `Windows`
     grams: dict[int, Tensor] = field(default_factory=dict)  # site -> UᵀU of its piece, where it is known
     waiting: dict[int, Windows] = field(default_factory=dict)  # site -> a piece whose UᵀU is to be worked out
+    stream: torch.cuda.Stream | None = None  # on which the captures came that wait
 
     @property
     def samples(self) -> int:
@@ -109,9 +110,17 @@ class Samples:
             if waiting is not None:  # it is another U now
                 backward.waiting.pop(index, None)
                 backward.grams.pop(index, None)
-            elif isinstance(U, Windows) and U.G.is_cuda and U.G.dtype != torch.float16 and len(self.backwards) == 1:
+            elif isinstance(U, Windows) and self._early(backward, U):
                 backward.waiting[index] = U
                 self._work(backward, EARLY)
+
+    def _early(self, backward: Backward, U: Windows) -> bool:
+        """Whether UᵀU can be worked out during the backward: all of it on one stream, and U not yet to be unscaled."""
+        if self.grams is None or not U.G.is_cuda or U.G.dtype == torch.float16 or len(self.backwards) > 1:
+            return False
+        stream = torch.cuda.current_stream(U.G.device)
+        backward.stream = backward.stream or stream
+        return bool(backward.stream == stream)
 
     def _work(self, backward: Backward, least: int) -> None:
         """Grams of what waits, if it is that many bytes: while the host launches the backward, a GPU has the time."""

@@ -133,11 +133,10 @@ class Site:
         if isinstance(seen, Lookup):
             widened = [seen.G if s.param in own else seen.G.new_zeros(*seen.G.shape[:2], s.shape[2]) for s in active]
             return Lookup(seen.tokens, torch.cat(widened, 2), seen.vocabulary)
-        if isinstance(seen, Tensor):  # (ϱ, n): all parameters of the layer side by side
-            if own == {s.param: s.name for s in self.segments}:
+        if isinstance(seen, Tensor):  # (ϱ, 2C): a weight and a bias of C numbers each, side by side
+            if [own.get(s.param) for s in active] == ["weight", "bias"]:
                 return Explicit(seen.T, self.shape(active))
-            sizes = {name: p.numel() for name, p in member.module._parameters.items() if p is not None}
-            seen = dict(zip(sizes, seen.split(list(sizes.values()), 1), strict=True))
+            seen = dict(zip(("weight", "bias"), seen.chunk(2, 1), strict=True))
         if isinstance(seen, dict):
             U = [seen[own[s.param]].flatten(1) if s.param in own else g.new_zeros(g.shape[0], s.shape[2]) for s in active]
             return Explicit(torch.cat(U, 1).T, self.shape(active))

@@ -20,7 +20,7 @@ from seng.diagnostics import compare, compare_energies
 from seng.grouped import Grouped, Hyper, Item, Piece, available, fits
 from seng.layers import ROWS
 from seng.operators import Explicit, Merged
-from seng.replay import write
+from seng.replay import side_stream, write
 from seng.sites import Segment, Site
 from seng.sketch import Identity
 from seng.windows import Windows
@@ -89,7 +89,11 @@ class Recorded:
         self.copies = {p: torch.empty_like(p, dtype=grads[p].dtype, requires_grad=False) for p in params if _copied(p)}
         self.places = list(self.copies.values())
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        device = solves[0].site.lead.device
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(self.graph, stream=side_stream(device), capture_error_mode="thread_local"),
+        ):
             self.out = {p: d for solve in solves for p, d in solve({**grads, **self.copies}).items()}
             if self.copies:  # d takes the place of the copy
                 torch._foreach_copy_(list(self.copies.values()), [self.out[p] for p in self.copies])

@@ -38,9 +38,16 @@ def pack(value: Any, device: torch.device) -> dict[str, Any]:
         if isinstance(entry, NESTED):
             out[f"{f.name}:{type(entry).__name__}"] = {IS: torch.ones(1, dtype=torch.bool, device=device)} | pack(entry, device)
             continue
-        tensor = entry if isinstance(entry, Tensor) else torch.tensor(entry, device=device)
+        tensor = entry if isinstance(entry, Tensor) else _number(entry, device)
         out |= {f.name: tensor} if tensor.dim() else {f"{f.name}()": tensor[None]}
     return out
+
+
+def _number(entry: Any, device: torch.device) -> Tensor:
+    """A number or several; a float by its bits, which no tool that changes precisions touches."""
+    if isinstance(entry, float):
+        return torch.tensor(entry, dtype=torch.float64, device="cpu").view(torch.int64).to(device)
+    return torch.tensor(entry, device=device)
 
 
 def unpack(state: Mapping[str, Any], kind: type[T], device: torch.device, dtype: torch.dtype) -> T:
@@ -62,7 +69,10 @@ def unpack(state: Mapping[str, Any], kind: type[T], device: torch.device, dtype:
             values[f.name] = unpack(state[key], TYPES[key.split(":")[1]], device, dtype)
         elif f.type == "Tensor":
             cast = tensor.is_floating_point() and tensor.dtype not in HALF
-            values[f.name] = tensor.to(device, dtype) if cast else tensor.to(device)
+            # On a GPU blocks are written to in place: not to what was loaded.
+            values[f.name] = tensor.to(device, dtype if cast else None, copy=tensor.is_cuda)
+        elif f.type == "float":
+            values[f.name] = tensor.cpu().view(torch.float64).item()
         else:
             plain = tensor.tolist()
             values[f.name] = tuple(plain) if isinstance(plain, list) else plain

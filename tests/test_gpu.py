@@ -43,8 +43,8 @@ def train(model, opt, steps, autocast=None, run=None, step=None, scaler=None, pa
     losses = []
     for i in range(steps):
         generator = torch.Generator().manual_seed(i % 4)
-        x = torch.randn(32, 3, 8, 8, generator=generator).to("cuda", torch.float32)
-        y = torch.randint(10, (32,), generator=generator).cuda()
+        x = torch.randn(48, 3, 8, 8, generator=generator).to("cuda", torch.float32)
+        y = torch.randint(10, (48,), generator=generator).cuda()
         opt.zero_grad()
         for inputs, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
             with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
@@ -257,3 +257,59 @@ def test_grams_of_the_backward_are_those_of_the_step(parts):
         ends.append(values(model))
     start = values(network())
     assert naive.relative_error(ends[0] - start, ends[1] - start) < 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": None, "decay": 0}], ids=str)
+def test_embeddings_over_several_refreshes(options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(65, 32), nn.Flatten(), nn.Linear(128, 5)).to("cuda", torch.float32)
+    opt = seng.SENG(model, lr=0.05, refresh_every=1, curvature=seng.Curvature(**options))
+    for _ in range(4):
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(torch.randint(65, (40, 4)).cuda()), torch.randint(5, (40,)).cuda()).backward()
+        opt.step()
+    assert values(model).isfinite().all()
+
+
+def test_a_norm_whose_weight_alone_is_trained():
+    model = network()
+    opt = seng.SENG([p for name, p in model.named_parameters() if name != "1.bias"], lr=0.05, module=model, refresh_every=2)
+    before = model[1].bias.clone()
+    losses = train(model, opt, 8, torch.bfloat16)
+    assert losses[-1] < losses[0] and torch.equal(model[1].bias, before)
+
+
+def test_what_others_hold_of_a_batch_is_not_written_to():
+    torch.manual_seed(0)
+    body, head = nn.Linear(64, 512).to("cuda", torch.float32), nn.Linear(512, 300).to("cuda", torch.float32)
+    model = nn.Sequential(body, nn.Tanh(), head)
+    curvature = seng.Curvature(form="implicit", rank=10**6, decay=0)
+    opt = seng.SENG(model, lr=0.05, refresh_every=1, curvature=curvature)
+    bank = []
+    for i in range(4):
+        x = torch.randn(40, 64, generator=torch.Generator().manual_seed(i)).to("cuda", torch.float32)
+        opt.zero_grad()
+        h = model[:2](x)
+        bank.append((h.detach(), h.detach().clone()))
+        head(h).square().mean().backward()
+        opt.step()
+    assert all(torch.equal(held, copied) for held, copied in bank)
+
+
+def test_a_refresh_that_is_interrupted_leaves_no_half_written_block(monkeypatch):
+    model = network()
+    curvature = seng.Curvature(rank=8, decay=0, relative_damping=False)
+    opt = seng.SENG(model, lr=0.05, refresh_every=3, curvature=curvature)
+    train(model, opt, 6)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("seng.job.Job.block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, opt, 1)
+    opt.zero_grad()
+    opt.preconditioner.steps += 1  # the next steps come without a refresh
+    losses = train(model, opt, 9)
+    assert values(model).isfinite().all() and losses[-1] < losses[0]
