@@ -222,7 +222,7 @@ def _parts(U: Merged) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _own(U: Operator) -> Operator:
-    """Factors without the rest of a batch of which they are a part; on a GPU, where they are written to, none that others have."""
+    """Factors without the rest of a batch of which they are a part; on a GPU, where they are written to, none of others."""
     if not isinstance(U, Implicit | Windows):
         return U
     whole: dict[str, Any] = {name: t for name, t in vars(U).items() if isinstance(t, Tensor)}
