@@ -6,6 +6,9 @@ models) carry hooks that do nothing, and the hooks go when the capture goes.
 
 Under torch.compile the hook is traced along with its layer, in one graph: there the backward hands over through an operator of
 our own, `seng::receive`, which the compiler takes as it is. Armed and disarmed are two graphs; the compiler's guards choose.
+
+A hook that does nothing still takes a few microseconds per layer and step. So once a refresh has gone through without a
+compiler, hooks are there only while armed, but for the first layer's: if that is ever traced, all come back, and stay.
 """
 
 from __future__ import annotations
@@ -33,25 +36,57 @@ class Capture:
     """Hooks on `layers`; `receive` is called inside the backward, once per call of a layer."""
 
     def __init__(self, layers: Sequence[nn.Module], receive: Receive) -> None:
-        self.armed = False
+        self._armed = False
+        self.eager = self.compiled = False  # whether it has captured without a compiler, and whether one was ever seen
         self.own = False  # whether forwards now are of a batch that feeds only the curvature
         self.receive = receive
         self.size = f"{len(layers)} layers"  # looked at while tracing, so that a graph from before there were more is not taken
         self.key = next(_NUMBERS)
         _CAPTURES[self.key] = self
-        handles = [
-            layer.register_forward_hook(
-                _Hook(weakref.ref(self), weakref.ref(layer), self.key, i), with_kwargs=True, prepend=True
-            )
-            for i, layer in enumerate(layers)  # before the hooks of others, which may change the output
-        ]
-        self.remove = weakref.finalize(self, _remove, handles)
+        self.hooks = [_Hook(weakref.ref(self), weakref.ref(layer), self.key, i) for i, layer in enumerate(layers)]
+        self.handles: list[RemovableHandle] = []
+        self.remove = weakref.finalize(self, _remove, self.handles, 0)
         self.remove.atexit = False
+        self._attach()
+
+    @property
+    def armed(self) -> bool:
+        """Whether backwards now are captured."""
+        return self._armed
+
+    @armed.setter
+    def armed(self, armed: bool) -> None:
+        self._armed = armed
+        if not self.remove.alive or self.compiled or not self.eager:
+            return
+        if armed:
+            self._attach()
+        else:
+            _remove(self.handles, 1)
+
+    def _attach(self) -> None:
+        """All hooks that are not there; before those of others, which may change the output."""
+        for hook in self.hooks[len(self.handles) :]:
+            layer = hook.layer()
+            if layer is not None:
+                self.handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
+def _remove(handles: list[RemovableHandle], keep: int) -> None:
+    for handle in handles[keep:]:
         handle.remove()
+    del handles[keep:]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traced(key: int) -> bool:
+    """Called when a hook is traced, not when the graph runs: from now on all hooks stay."""
+    capture = _CAPTURES.get(key)
+    if capture is not None and not capture.compiled:
+        capture.compiled = True
+        if capture.remove.alive:
+            capture._attach()
+    return True
 
 
 _NUMBERS = itertools.count()
@@ -60,11 +95,13 @@ _CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictiona
 
 class _Hook:
     def __init__(self, capture: weakref.ref[Capture], layer: weakref.ref[nn.Module], key: int, index: int) -> None:
-        self.capture, self.layer, self.index = capture, layer, index
+        self.capture, self.layer, self.key, self.index = capture, layer, key, index
         self.where = torch.tensor([key, index], device="cpu")  # a tensor, so that one compiled graph serves all equal layers
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         compiling = torch.compiler.is_compiling()
+        if compiling and torch.compiler.is_dynamo_compiling():
+            _traced(self.key)
         if compiling and not torch.is_grad_enabled():
             return None  # before `armed` is looked at, which would be guarded: evaluation needs one graph, not two
         if compiling and not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
@@ -87,6 +124,7 @@ class _Hook:
             return _CompiledTap.apply(out, a.detach(), self.where, *mode, _call_number())  # type: ignore[no-untyped-call]
         if _transformed():
             return None
+        capture.eager = True
         with _unsafe_preserve_version_counter(out):  # a layer may have saved its output, which stays as it is
             # What is not made by this forward may be written to before the step, as a buffer that batches are copied into.
             kept = a.detach().clone() if a.grad_fn is None else a.detach()

@@ -774,3 +774,20 @@ def test_a_block_holds_no_more_than_its_samples():
     opt.step()
     U = opt.preconditioner.blocks[0].U
     assert sum(t.untyped_storage().nbytes() for t in U.tensors()) == U.bytes
+
+
+def test_between_refreshes_only_the_first_layer_has_a_hook():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
+    others = [layer.register_forward_hook(lambda *_: None) for layer in model]
+    opt = seng.SENG(model, lr=0.1, refresh_every=3)
+    counts = []
+    for _ in range(7):
+        counts.append([len(layer._forward_hooks) - 1 for layer in model])
+        opt.zero_grad()
+        model(torch.randn(5, 4)).square().mean().backward()
+        opt.step()
+    armed, idle = [1, 0, 1, 1], [1, 0, 0, 0]
+    assert counts == [armed, idle, idle, armed, idle, idle, armed]
+    del opt
+    gc.collect()
+    assert [len(layer._forward_hooks) for layer in model] == [1] * 4 and len(others) == 4

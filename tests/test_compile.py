@@ -177,6 +177,19 @@ def test_an_optimizer_that_comes_after_the_first_compiled_call_is_told_at_step()
         opt.step()
 
 
+@pytest.mark.parametrize("steps", [1, 3, 4])  # the next step is without a refresh, with one, without again
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_is_compiled_after_some_steps_is_captured_as_before(kind, steps):
+    model, opt = built(kind)
+    train(model, opt, model, steps)
+    want = train(model, opt, model)
+    model, opt = built(kind)
+    train(model, opt, model, steps)
+    got = train(model, opt, torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert naive.relative_error(got, want) < 1e-12
+    assert len(opt.preconditioner.blocks) == len(opt.preconditioner.sites)
+
+
 def test_a_second_optimizer_after_the_first_is_traced_anew():
     model, opt = built(InPlace)
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
