@@ -90,9 +90,9 @@ class Job:
         return 0 if self.previous is None else self.previous.patience
 
     @property
-    def patient(self) -> bool:
-        """Whether an average is taken to need all its directions, as it did before."""
-        return self.left > 0 and len(self.gram) >= self.plan.rank
+    def before(self) -> int:
+        """How many directions the previous basis has, if it is one."""
+        return 0 if self.previous is None or not isinstance(self.previous.U, Merged) else self.previous.U.samples
 
     @property
     def most(self) -> int:
@@ -112,8 +112,8 @@ class Job:
 
     def steady(self, k: int) -> int:
         """As many directions as there were, where so many are needed that this is no great waste: the shapes stay then."""
-        before = 0 if self.previous is None or not isinstance(self.previous.U, Merged) else self.previous.U.samples
-        return before if k < before <= min(2 * k, self.most) and before < len(self.gram) else k
+        most = min(2 * k, self.most)
+        return self.before if k < self.before <= most and self.before < len(self.gram) else k
 
     def settle(self, k: int, averaging: bool) -> None:
         """Keep UV_k, or U as it is."""

@@ -166,16 +166,17 @@ def _average(jobs: Sequence[Job], curvature: Curvature, run: Run) -> None:
         counts.append(kept)
         for job, *mine in zip(same, *(x.unbind() for x in found), strict=True):
             job.top, job.V = mine
-    patient = all(job.patient for job in jobs)  # which spares the look
-    seen = [[job.plan.rank for job in same] for same in groups] if patient else read(counts)
+    patient = all(job.left for job in jobs)  # which spares the look
+    seen = [[job.before for job in same] for same in groups] if patient else read(counts)
     for same, numbers in zip(groups, seen, strict=True):
         for job, count in zip(same, numbers, strict=True):
-            job.patience = (job.left - 1 if job.patient else PATIENCE) if count >= job.plan.rank else 0
             if count < 0:  # what was kept before is not finite: it goes
                 job.gram, job.top = job.fresh
                 continue
+            k = job.before if patient else job.steady(min(1 << max(3, (count - 1).bit_length()), job.plan.rank))
+            job.patience = (job.left - 1 if patient else PATIENCE) if k == job.before else 0
             with job.timer:
-                job.truncate(max(1, min(count, job.plan.rank)))
+                job.truncate(k)
 
 
 def _large_ones(K: Tensor, lam: Tensor, start: Tensor, *, widest: int, relative: bool) -> tuple[Tensor, Tensor, Tensor]:

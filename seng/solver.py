@@ -116,7 +116,8 @@ class Recorded:
 
 
 def _copied(p: Tensor) -> bool:
-    return p.numel() <= 2**27
+    """Whether its gradient is copied: large ones take time to copy, and mostly lie where they lay."""
+    return p.numel() <= 2**23
 
 
 def fixed(solves: Sequence[Solve], grads: Gradients) -> list[int]:

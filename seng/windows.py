@@ -103,9 +103,7 @@ class Windows(Operator):
                 yield slice(i * C, (i + 1) * C), _columns(A, G, dtype)
             return
         G, A = self._sides()
-        n_G = G.shape[2]
-        if G.dtype in HALF and G.is_cuda and n_G % 8:  # rows that are not aligned take a GPU several times as long
-            G = F.pad(G, (0, -n_G % 8))
+        n_G, G = G.shape[2], _aligned(G)
         step = max(1, SLAB * 2 // dtype.itemsize // max(1, self.samples * n_G)) // 8 * 8 or 8
         for i in range(0, A.shape[2], step):
             yield slice(i, min(i + step, A.shape[2])), _columns(A[..., i : i + step], G, dtype)[..., :n_G]
@@ -155,10 +153,14 @@ class Windows(Operator):
 
     def explicit(self) -> Explicit:
         """Column by column."""
-        if self._movable(self.dtype) and not self.bias:
-            out = self.G.new_empty(self.samples, self.G.shape[1], self.a.shape[1], math.prod(self.kernel), dtype=self.dtype)
-            for i, (G, A) in enumerate(self._moved()):
-                torch.mul(_columns(G, A, self.dtype), self.scale, out=out[..., i])
+        n_G, C, places = self.G.shape[1], self.a.shape[1], math.prod(self.kernel)
+        if places == 1 or self._movable(self.dtype):
+            out = self.G.new_empty(self.samples, n_G, C * places + self.bias, dtype=self.dtype)
+            weight = out[..., : C * places].unflatten(-1, (C, places))
+            for i, (G, A) in enumerate([self._sides()] if places == 1 else self._moved()):
+                torch.mul(_columns(_aligned(G), A, self.dtype)[:, :n_G], self.scale, out=weight[..., i])
+            if self.bias:
+                torch.mul(self._of_bias(), self.scale, out=out[..., -1])
             return Explicit(out.flatten(1).T, self.shape)
         W = self.G.new_empty(self.samples, self.shape[2] - self.bias, self.G.shape[1], dtype=self.dtype)
         for part, X in self._slabs(self.dtype):
@@ -210,6 +212,11 @@ class Windows(Operator):
 
     def first(self, samples: int) -> Self:
         return replace(self, G=self.G[:samples], a=self.a[:samples])
+
+
+def _aligned(G: Tensor) -> Tensor:
+    """With zeros behind each row, where rows that are not aligned take a GPU several times as long."""
+    return F.pad(G, (0, -G.shape[-1] % 8)) if G.dtype in HALF and G.is_cuda and G.shape[-1] % 8 else G
 
 
 def _columns(A: Tensor, G: Tensor, dtype: torch.dtype) -> Tensor:
