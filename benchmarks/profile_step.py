@@ -1,4 +1,4 @@
-"""Where does the time of a step go? Host time of `opt.step()`, launches and GPU time, with and without a refresh, beside SGD.
+"""Where does the time of a step go? Host time, launches and GPU time, with and without a refresh, beside SGD.
 
     python benchmarks/profile_step.py [--model resnet18] [--out results/bench]
 
@@ -12,7 +12,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import seng
+from seng import capture, job, optimizer, preconditioner, refresh, samples
 from seng.lab.record import provenance
 from seng.lab.tasks import TASKS, Task, memory_format
 
@@ -44,6 +46,64 @@ def host_microseconds(prepare: Callable[[], None], step: Callable[[], object], w
     return statistics.median(times)
 
 
+PARTS = {  # of a step with a refresh: where the host spends its time, each with what it calls
+    "hooks of the forward": (capture._Hook, "__call__"),
+    "captures in the backward": (samples.Samples, "receive"),
+    "refresh": (preconditioner.Preconditioner, "_refresh"),
+    "  its wait for the device": (refresh, "read"),
+    "  bases": (job.Job, "settle"),
+    "  averages": (refresh, "_average"),
+    "factorization": (preconditioner, "factorize"),
+    "update": (optimizer.SENG, "_update_grouped"),
+}
+
+
+def host_parts(whole: Callable[[], None], opt: torch.optim.Optimizer, wait: Callable[[], None]) -> list[str]:
+    """Median milliseconds of each part over five steps with a refresh."""
+    spent: dict[str, list[float]] = {name: [] for name in PARTS}
+    totals = []
+
+    def timed(function: Callable[..., object], name: str) -> Callable[..., object]:
+        def run(*args: object, **options: object) -> object:
+            start = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                spent[name][-1] += 1e3 * (time.perf_counter() - start)
+
+        return run
+
+    with patches() as patch:
+        for name, (owner, attribute) in PARTS.items():
+            patch(owner, attribute, timed(getattr(owner, attribute), name))
+        opt.preconditioner.capture.receive = opt.preconditioner.samples.receive
+        for _ in range(5):
+            for times in spent.values():
+                times.append(0.0)
+            while not opt.refresh_due:
+                whole()
+            for times in spent.values():
+                times[-1] = 0.0
+            wait()
+            start = time.perf_counter()
+            whole()
+            wait()
+            totals.append(1e3 * (time.perf_counter() - start))
+    lines = [f"seng, a step with a refresh, on the host: {statistics.median(totals):.1f} ms in all"]
+    return lines + [f"  {statistics.median(times):8.2f} ms  {name}" for name, times in spent.items()]
+
+
+@contextmanager
+def patches() -> Iterator[Callable[[object, str, object], None]]:
+    with ExitStack() as undo:
+
+        def patch(owner: object, attribute: str, value: object) -> None:
+            undo.callback(setattr, owner, attribute, getattr(owner, attribute))
+            setattr(owner, attribute, value)
+
+        yield patch
+
+
 def profiled(work: Callable[[], None], wait: Callable[[], None], cuda: bool) -> list[str]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     wait()
@@ -56,7 +116,7 @@ def profiled(work: Callable[[], None], wait: Callable[[], None], cuda: bool) -> 
     events.sort(key=lambda e: -getattr(e, key))
     launches = sum(e.count for e in seen.key_averages() if "LaunchKernel" in e.key)
     lines = [f"{sum(getattr(e, key) for e in events) / 1e3:.2f} ms busy, {launches} launches"]
-    return lines + [f"  {getattr(e, key) / 1e3:8.3f} ms ×{e.count:5d}  {e.key[:90]}" for e in events[:24]]
+    return lines + [f"  {getattr(e, key) / 1e3:8.3f} ms ×{e.count:5d}  {e.key[:90]}" for e in events[:15]]
 
 
 def main() -> None:
@@ -85,13 +145,14 @@ def main() -> None:
             prepare()
             opt.step()
 
-        for _ in range(20):  # two refreshes, and the graphs of the second
+        for _ in range(40):  # four refreshes, with the recordings that they make
             whole()
         lines += [f"{name}, a step with a refresh", *profiled(whole, wait, device.type == "cuda")] if name == "seng" else []
         for _ in range(4 if name == "seng" else 0):
             whole()
         lines += [f"{name}, a step without", *profiled(whole, wait, device.type == "cuda")]
         if name == "seng":
+            lines += host_parts(whole, opt, wait)
             opt.preconditioner.refresh_every = 10**9
         lines.append(f"{name}, host time of opt.step(): {host_microseconds(prepare, opt.step, wait):.0f} µs")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -166,7 +166,7 @@ def _average(jobs: Sequence[Job], curvature: Curvature, run: Run) -> None:
         counts.append(kept)
         for job, *mine in zip(same, *(x.unbind() for x in found), strict=True):
             job.top, job.V = mine
-    patient = all(job.left for job in jobs)  # which spares the look
+    patient = all(job.left and job.before == job.plan.rank for job in jobs)  # which spares the look
     seen = [[job.before for job in same] for same in groups] if patient else read(counts)
     for same, numbers in zip(groups, seen, strict=True):
         for job, count in zip(same, numbers, strict=True):
@@ -174,7 +174,7 @@ def _average(jobs: Sequence[Job], curvature: Curvature, run: Run) -> None:
                 job.gram, job.top = job.fresh
                 continue
             k = job.before if patient else job.steady(min(1 << max(3, (count - 1).bit_length()), job.plan.rank))
-            job.patience = (job.left - 1 if patient else PATIENCE) if k == job.before else 0
+            job.patience = job.left - 1 if patient else PATIENCE if k == job.before == job.plan.rank else 0
             with job.timer:
                 job.truncate(k)
 

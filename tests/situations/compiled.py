@@ -36,6 +36,23 @@ def _():
     as_plain(loop(model, sengs(model)))
 
 
+@situation("torch.compile", "the model is compiled after some steps without")
+def _():
+    model = mlp()
+    opt = sengs(model)
+    loop(model, opt, stop=4)
+    as_plain(loop(model, opt, start=4, run=torch.compile(model, backend="aot_eager", fullgraph=True)))
+
+
+@situation("torch.compile", "a part without the first layer is compiled after some steps, where it was not before")
+def _():
+    model = mlp()
+    opt = sengs(model)
+    loop(model, opt, stop=4)
+    part = torch.compile(lambda x: model[3](model[2](x)), backend="aot_eager", fullgraph=True)
+    as_plain(loop(model, opt, start=4, run=lambda x: part(model[1](model[0](x)))))
+
+
 @situation("torch.compile", "the optimizer is built after the first compiled call")
 def _():
     model = mlp()
