@@ -194,7 +194,8 @@ LARGE = 2**16  # numbers from which a layer is worth launches of its own
 
 def _by_tolerance(d: Dims) -> Plan:
     """As few directions as do, or U as it is."""
-    cheaper = d.kappa <= FEW and d.raw < d.n and d.n >= LARGE
+    few = FEW if d.half else FEW // 8  # products in full precision take a GPU, and a CPU, the longer
+    cheaper = d.kappa <= few and d.raw < d.n and d.n >= LARGE
     exact: Literal["explicit", "implicit"] = "implicit" if cheaper else "explicit"
     if d.itemsize == 8 or d.samples <= 1:
         return Plan(d, exact, max(d.samples, d.kappa), "exact in float64")
