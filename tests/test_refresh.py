@@ -1,6 +1,7 @@
 """All layers at once: the block that `build` makes against a dense solve, in every precision, form and way of small work."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import naive
 import pytest
@@ -115,7 +116,9 @@ def test_factorizing_together_is_factorizing_alone():
 
 
 def test_a_budget_turns_bases_into_factors():
-    large = Dims("large", (1, 512, 4608), 16, 256, None, inputs=16 * 1024)
+    large = Dims("large", (1, 512, 4608), 16, 256, None, half=True, inputs=16 * 1024)
+    (in_full,) = plan([replace(large, half=False)], seng.Curvature(rank=None, decay=0))
+    assert in_full.otherwise == "explicit"  # where products take long
     (free,), (tight,) = (plan([large], seng.Curvature(rank=None, decay=0), budget) for budget in (None, 2**25))
     assert free.form == "merged" and free.otherwise == "implicit"
     assert tight.form == "implicit" and tight.bytes <= 2**25 and "to fit into" in tight.why
