@@ -4,9 +4,9 @@ from seng import layers, schedules, sketch
 from seng.attach import Attachment, attach
 from seng.curvature import Curvature
 from seng.diagnostics import TensorBoard
+from seng.explanation import Explanation, explain
 from seng.kfac import KFAC
 from seng.optimizer import SENG
-from seng.plan import Explanation, explain
 from seng.state import expect_curvature
 from seng.version import __version__
 

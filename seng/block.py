@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from seng.implicit import Independent
 from seng.numerics import inverse, widest
-from seng.operators import Independent, Operator
+from seng.operators import Operator
 from seng.replay import directly, signature, write
 from seng.sketch import Identity, Omega
 from seng.staging import send

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from seng.block import Block
 from seng.curvature import Curvature
+from seng.implicit import Implicit, Independent
 from seng.numerics import deviation, reduced, top
-from seng.operators import HALF, Implicit, Independent, Merged, Operator, product
+from seng.operators import HALF, Merged, Operator, product
 from seng.plan import Plan
 from seng.replay import directly
 from seng.sketch import Identity, Omega

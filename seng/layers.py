@@ -32,8 +32,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import ParametrizationList
 
-from seng.operators import Lookup, windows
-from seng.windows import Windows
+from seng.lookup import Lookup
+from seng.windows import Windows, windows
 
 Factors = tuple[Tensor, Tensor]
 Columns = dict[str, Tensor]

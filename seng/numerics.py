@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seng.operators import Implicit
+from seng.implicit import Implicit
 
 OVERSAMPLE = 8  # extra directions of the randomized range finders (Halko et al.: 5 to 10 suffice)
 POWER = 2  # power iterations of the per-sample one

@@ -1,4 +1,4 @@
-"""Which form for which layer, from its shape, the number of samples and the memory budget, with the reason in words; `explain`.
+"""Which form for which layer, from its shape, the number of samples and the memory budget, with the reason in words.
 
 The paper stores U explicitly for small layers and G_i, A_i for large ones (its Table 1 and threshold 𝒯). Both fix the rule that
 `paper_form` states; the merged form, where it may be used, needs fewer numbers than either.
@@ -6,20 +6,18 @@ The paper stores U explicitly for small layers and G_i, A_i for large ones (its 
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from seng.curvature import Curvature
 from seng.operators import Shape
-from seng.sites import Member, Site, differs, survey
+from seng.sites import Site
 
 BALANCE = 64  # positions of a batch per direction, at which a basis takes a GPU as long as the factors, or thereabouts
 THRESHOLD = 10**6  # 𝒯: Table 1 keeps cases I to III (n ≤ 524,288) explicit and IV to VI (n ≥ 1,048,576) implicit
@@ -133,13 +131,13 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
     if curvature.rank is None:  # exact factors are smaller than a basis, only slower: the largest layers first
         for i in sorted(range(len(plans)), key=lambda i: -plans[i].bytes):
             if sum(p.bytes for p in plans) > budget and plans[i].otherwise is not None:
-                factors = Plan(dims[i], "implicit", dims[i].kappa, f"factors as they are, to fit into {_size(budget)}")
+                factors = Plan(dims[i], "implicit", dims[i].kappa, f"factors as they are, to fit into {size_of(budget)}")
                 plans[i] = min(plans[i], factors, key=lambda p: p.bytes)
         if sum(p.bytes for p in plans) <= budget:
             return plans
     if curvature.form == "explicit":
         raise ValueError(
-            f"form='explicit' needs {_size(needed)} where memory={curvature.memory!r} allows {_size(budget)}: "
+            f"form='explicit' needs {size_of(needed)} where memory={curvature.memory!r} allows {size_of(budget)}: "
             "use form='auto', fewer samples or more memory"
         )
     demoted: dict[str, Kept] = {}  # layers that are too large for their first choice
@@ -158,9 +156,9 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
 
 def _within(d: Dims, curvature: Curvature, rank: int, budget: int, demoted: Kept | None) -> Plan:
     if demoted == "plain":
-        return Plan(d, "plain", 0, f"does not fit into {_size(budget)} of memory")
+        return Plan(d, "plain", 0, f"does not fit into {size_of(budget)} of memory")
     if demoted == "implicit":
-        return Plan(d, "implicit", rank, f"a basis does not fit into {_size(budget)}: factors, replaced at each refresh")
+        return Plan(d, "implicit", rank, f"a basis does not fit into {size_of(budget)}: factors, replaced at each refresh")
     choice = _first_choice(d, curvature, rank)
     shrunk = (curvature.rank is None or rank < curvature.rank) and choice.rank == rank
     return replace(choice, why=f"{choice.why}; rank {rank} to fit memory") if shrunk else choice
@@ -216,63 +214,6 @@ def _own_form(d: Dims, curvature: Curvature, rank: int) -> Plan:
     return Plan(d, d.own, d.samples, f"{kept}, replaced at each refresh since a basis would be too large")
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What `explain` found: one plan per covered layer, and every other parameter with its reason."""
-
-    plans: tuple[Plan, ...]
-    uncovered: Mapping[str, str]
-
-    @property
-    def bytes(self) -> int:
-        return sum(p.bytes for p in self.plans)
-
-    def __str__(self) -> str:
-        head = ("layer", "n", "n_G", "n_A", "κ", "ϱ", "form", "bytes", "flop/step", "why")
-        rows: list[tuple[str, ...]] = [head]
-        for p in self.plans:
-            d = p.dims
-            sizes = (f"{v:,}" for v in (d.n, d.n_G, d.n_A, d.kappa, d.samples))
-            rows.append((d.name, *sizes, p.form, _size(p.bytes), f"{p.flops:.1e}", p.why))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        left = (0, 6, 9)
-        lines = [
-            "  ".join(
-                cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        lines.append(f"{len(self.plans)} layers covered, {_size(self.bytes)} of curvature")
-        lines += [f"plain gradient: {name}: {why}" for name, why in self.uncovered.items()]
-        return "\n".join(line.rstrip() for line in lines)
-
-
-def explain(module: nn.Module, batch: Any, curvature: Curvature | None = None) -> Explanation:
-    """Run one forward pass and tell, per layer, its shapes, the form chosen, its bytes and cost, and why.
-
-    `batch` is what the module takes: a tensor, a tuple of arguments or a dict of keywords; of an (inputs, targets) pair the
-    first is taken when the module has one argument. Nothing about the module changes, running statistics included.
-    """
-    curvature = curvature or Curvature()
-    sites, uncovered = survey(module, (p for p in module.parameters() if p.requires_grad))
-    calls = _shapes(module, batch, [member for site in sites for member in site.members])
-    counts = Counter([a.shape[0] for seen in calls.values() for a, _ in seen][::-1])  # the backward's order
-    B = counts.most_common(1)[0][0] if counts else 0
-    rho = B if curvature.samples is None else min(B, curvature.samples)
-    dims: list[Dims] = []
-    for site in sites:
-        seen = [call for member in site.members for call in calls.get(member.module, ())]
-        other = next((a.shape[0] for a, _ in seen if a.shape[0] != B), None)
-        if not seen:
-            uncovered[site.name] = "not used in this forward pass"
-        elif other is not None:
-            uncovered[site.name] = differs(other, B)
-        else:
-            inputs = sum((a.numel() + out.numel()) // max(1, B) for a, out in seen) if _waits_whole(site) else 0
-            dims.append(site_dims(site, max(1, sum(_positions(site, *call) for call in seen)), rho, inputs))
-    return Explanation(tuple(plan(dims, curvature, budget(curvature, module))), uncovered)
-
-
 def site_dims(site: Site, kappa: int, samples: int, inputs: int = 0, half: bool = False) -> Dims:
     """What the plan needs to know of a site."""
     shape = site.shape(site.active() or site.segments)
@@ -293,62 +234,8 @@ def budget(curvature: Curvature, module: nn.Module) -> int | None:
     return int(curvature.memory * free)
 
 
-def _waits_whole(site: Site) -> bool:
-    """Whether its factors stay inside its input."""
-    layers = [member.module for member in site.members]
-    return all(member.kind.unfolded_later is not None for member in site.members) and not any(
-        getattr(layer, "groups", 1) > 1 or getattr(layer, "padding_mode", "zeros") != "zeros" for layer in layers
-    )
-
-
-def _positions(site: Site, a: Tensor, out: Tensor) -> int:
-    """κ of one call: output numbers per sample and output feature; tokens per sample of an embedding."""
-    if not site.factored:
-        return 1 if a.is_floating_point() else a.shape[1:].numel()
-    h, n_G, _ = site.segments[0].shape
-    return out.numel() // max(1, a.shape[0] * h * n_G)
-
-
-def _shapes(module: nn.Module, batch: Any, members: Sequence[Member]) -> dict[nn.Module, list[tuple[Tensor, Tensor]]]:
-    """Input and output, sample first, of every call of a layer in one forward pass; in eval mode, so nothing is updated."""
-    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-
-    def note(member: Member, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-        a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        call = member.sample_first(a.to("meta"), out.to("meta"))
-        calls.setdefault(member.module, []).append(call)
-
-    handles = [
-        m.module.register_forward_hook(lambda _, args, kwargs, out, m=m: note(m, args, kwargs, out), with_kwargs=True)
-        for m in members
-    ]
-    modes = {layer: layer.training for layer in module.modules()}
-    try:
-        module.eval()
-        with torch.no_grad():
-            _call(module, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for layer, training in modes.items():
-            layer.training = training
-    return calls
-
-
-def _call(module: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        module(**batch)
-    elif isinstance(batch, Sequence):
-        try:
-            inspect.signature(module.forward).bind(*batch)
-        except TypeError:
-            batch = batch[:1]
-        module(*batch)
-    else:
-        module(batch)
-
-
-def _size(count: float) -> str:
+def size_of(count: float) -> str:
+    """Bytes in words."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -22,10 +22,11 @@ from seng.checks import check_options
 from seng.curvature import Curvature, Units
 from seng.diagnostics import Refresh, describe
 from seng.distributed import check_whole
+from seng.implicit import Implicit
 from seng.job import Job
 from seng.notices import Notices, listed, not_captured
 from seng.numerics import reduced
-from seng.operators import HALF, Implicit, Operator
+from seng.operators import HALF, Operator
 from seng.plan import Plan, budget, plan, site_dims
 from seng.refresh import build, grams
 from seng.replay import Replay

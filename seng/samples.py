@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from seng.capture import accumulates
 from seng.diagnostics import Timer
-from seng.operators import HALF, Explicit, Implicit, Lookup, Operator
+from seng.implicit import Implicit
+from seng.lookup import Lookup
+from seng.operators import HALF, Explicit, Operator
 from seng.sites import Member, Segment, Site, differs
 from seng.windows import Windows
 

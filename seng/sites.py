@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from seng import norms as norms  # registers its kinds
+from seng.implicit import Implicit
 from seng.layers import ARRANGEMENTS, Kind, kind_of
-from seng.operators import HALF, Explicit, Implicit, Lookup, Operator, Shape, wide
+from seng.lookup import Lookup
+from seng.operators import HALF, Explicit, Operator, Shape, wide
 
 
 @dataclass(frozen=True, eq=False)

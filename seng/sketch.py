@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from seng.operators import CHUNK, Explicit, Implicit, Operator, Shape
+from seng.implicit import Implicit
+from seng.operators import CHUNK, Explicit, Operator, Shape
 
 
 class Omega(Protocol):

@@ -168,7 +168,7 @@ def _capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-MOST = 3  # graphs of one set of blocks; their results take memory
+MOST = 2  # graphs of one set of blocks; their results take memory
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from seng.operators import HALF, Explicit, Implicit, Independent, Lookup, Merged
+from seng.implicit import Implicit, Independent
+from seng.lookup import Lookup
+from seng.operators import HALF, Explicit, Merged
 from seng.sketch import Buckets, Dense, Identity, KroneckerSample, RowSample
 from seng.windows import Windows
 

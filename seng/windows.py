@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -17,9 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seng.operators import HALF, SLAB, Explicit, Implicit, Operator, Shape, product, split_product, windows
+from seng.implicit import Implicit, split_product
+from seng.operators import HALF, SLAB, Explicit, Operator, Shape, product
 
 MANY = 16  # channels from which moving the input is better than cutting it into windows
+
+
+def windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """What each output position of a convolution sees of x (ϱ, C, …): (ϱ, C·∏kernel, κ)."""
+    d = len(kernel)
+    for i in range(d):
+        x = x.unfold(2 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])[..., :: dilation[i]]
+    x = x.permute(0, 1, *range(2 + d, 2 + 2 * d), *range(2, 2 + d))  # (ϱ, C, *kernel, *out)
+    return x.flatten(2 + d).flatten(1, 1 + d)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from seng import numerics, operators
 from seng import windows as windowed
-from seng.operators import Explicit, Implicit, Independent, Lookup, Merged
+from seng.implicit import Implicit, Independent
+from seng.lookup import Lookup
+from seng.operators import Explicit, Merged
 from seng.samples import added, stacked
 from seng.windows import Windows
 

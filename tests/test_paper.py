@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import seng
+from seng.implicit import Implicit, Independent
 from seng.job import Job
 from seng.layers import kind_of
 from seng.numerics import reduced
-from seng.operators import Explicit, Implicit, Independent
+from seng.operators import Explicit
 from seng.plan import Dims, Plan
 from seng.refresh import build
 from seng.sketch import KroneckerRows, LeverageRows, Rows

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import seng
+from seng.implicit import Implicit
 from seng.job import Job
-from seng.operators import Explicit, Implicit
+from seng.operators import Explicit
 from seng.plan import Dims, Plan
 from seng.refresh import build
 from seng.sketch import CountSketch, Gaussian, Identity, KroneckerRows, LeverageRows, Rows
