@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seng import kernels
 from seng.kernels import AVAILABLE, COLUMNS, MANY, SPAN, TYPES, WORK
-from seng.replay import side_stream
+from seng.replay import capturing, side_stream
 from seng.staging import send
 
 
@@ -291,7 +291,7 @@ class Grouped:
         """The launches, on a GPU recorded at the second time with the same tables and from then on replayed as one."""
         key = (SGD, *(id(table) for table in tables), *(kind.buffer_type for kind in self.kinds))
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            if self.graph is None and self.key == key and self.device.type == "cuda" and not _capturing():
+            if self.graph is None and self.key == key and self.device.type == "cuda" and not capturing():
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph, stream=side_stream(self.device), capture_error_mode="thread_local"):
                     self._launch(*tables, SGD=SGD)
@@ -307,10 +307,6 @@ class Grouped:
 
 def _cut(sums: Tensor, b: Tensor, first: int, spans: int, start: int, k: int) -> tuple[Tensor, Tensor]:
     return sums[first : first + spans * k].view(spans, k).sum(0), b[start : start + k]
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 def _alike(x: Tensor, p: Tensor) -> bool:

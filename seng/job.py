@@ -42,8 +42,8 @@ class Job:
     previous: Block | None  # of the same parameters: averaged with, and written to where the shapes stay
     seed: Callable[[], torch.Generator]
     timer: AbstractContextManager[None]
-    run: Run = directly
     known: Tensor | None = None  # UᵀU, where it was worked out during the backward
+    run: Run = field(init=False, default=directly)
     omega: Omega = field(init=False)
     gram: Tensor = field(init=False)
     top: Tensor = field(init=False)  # its largest eigenvalue
@@ -80,9 +80,9 @@ class Job:
         self.omega = Identity() if plain or sketch is None else sketch.draw(seen, self.generator)
         if self.plan.form != "merged":
             self.U = seen
-        if not (plain and isinstance(seen, Windows)):
+        if not (plain and isinstance(seen, Windows) and seen.G.is_cuda):
             self.gram = self.omega.of(seen).gram()
-        elif self.known is not None:
+        elif self.known is not None:  # else it is worked out along with others, in `build`
             self.gram = self.known
 
     @property
@@ -98,11 +98,7 @@ class Job:
     @property
     def most(self) -> int:
         """The number of directions that is asked about; all of them where U stays as it is."""
-        settled = (
-            not self.plan.asks
-            or self.plan.form != "merged"
-            or (self.plan.otherwise is not None and self.previous is not None and self.previous.patience > 0)
-        )
+        settled = not self.plan.asks or self.plan.form != "merged" or (self.plan.otherwise is not None and self.left > 0)
         return len(self.gram) if settled else min(self.plan.rank, len(self.gram))
 
     @property

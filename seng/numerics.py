@@ -40,6 +40,16 @@ def inverse(S: Tensor) -> Tensor:
     return torch.where(found[..., None, None], R.mT @ R, torch.nan)
 
 
+def eigenvalues(S: Tensor) -> Tensor:
+    """Those of `eigh` alone, which is quicker."""
+    fine = S.isfinite().all((-2, -1), keepdim=True)
+    try:
+        values = torch.linalg.eigvalsh(torch.where(fine, (S + S.mT) / 2, 0).to(widest(S)))
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        values = torch.full_like(S[..., 0], torch.nan, dtype=widest(S))
+    return torch.where(fine[..., 0], values.flip(-1).clamp_min(0), torch.nan).to(S.dtype)
+
+
 def eigh(S: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, descending and never negative, and eigenvectors of each of S (…, m, m); not a number where S is not finite.
 
@@ -69,7 +79,7 @@ def one_by_one(K: Tensor) -> bool:
 def top(K: Tensor) -> Tensor:
     """The largest eigenvalue of each of K (L, m, m): the mean of the eigenvalues, weighted by their powers 2^SQUARINGS."""
     if one_by_one(K):
-        return eigh(K)[0][..., 0]
+        return eigenvalues(K)[..., 0]
     K = K.to(widest(K))
     P = _unit_trace(K)
     for i in range(SQUARINGS):

@@ -292,9 +292,7 @@ class Preconditioner:
         harmless = not self.curvature.relative_damping or damping >= HALF_FROM
         half = self._half and site.dtype == torch.float32 and self.curvature.form != "explicit" and harmless
         timer = self.samples.timer(index)
-        return Job(
-            U, chosen, damping, half, previous if alike else None, partial(self._generator, index), timer, self.replay, known
-        )
+        return Job(U, chosen, damping, half, previous if alike else None, partial(self._generator, index), timer, known)
 
     def _install(self, index: int, block: Block) -> None:
         if index in self.blocks:

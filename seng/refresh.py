@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,25 +28,15 @@ from seng.staging import read, send
 NEGLIGIBLE = 1e-3  # of λ: averaged curvature drops eigenvalues below it, which change a direction by less than a thousandth
 
 
-def grams(Us: Sequence[Operator], run: Run, timers: Sequence[AbstractContextManager[None]] = ()) -> list[Tensor]:
+def grams(Us: Sequence[Operator], run: Run) -> list[Tensor]:
     """UᵀU of each, several at once as long as that is not too much for one recording."""
-    out: list[Tensor] = []
-    timers = timers or [nullcontext()] * len(Us)
-    while len(out) < len(Us):
-        start = end = len(out)
-        while end < len(Us) and (
-            end == start
-            or (
-                sum(U.bytes for U in Us[start : end + 1]) <= LARGE // 2
-                and _alike(Us[end], Us[start])
-                and timers[end] is timers[start]
-            )
-        ):
-            end += 1
-        with timers[start]:
-            (stack,) = run(_grams, *Us[start:end])
-        out += stack.unbind()
-    return out
+    together: list[list[Operator]] = []
+    for U in Us:
+        if together and _alike(U, together[-1][0]) and U.bytes + sum(V.bytes for V in together[-1]) <= LARGE // 2:
+            together[-1].append(U)
+        else:
+            together.append([U])
+    return [K for some in together for K in run(_grams, *some)[0].unbind()]
 
 
 def _alike(U: Operator, V: Operator) -> bool:
@@ -63,10 +52,11 @@ def _grams(*Us: Operator) -> tuple[Tensor]:
 def build(jobs: Sequence[Job], curvature: Curvature, run: Run = directly) -> list[Block | None]:
     """A block per job, or None where U has no columns or numbers that are not finite."""
     for job in jobs:
+        job.run = run
         with job.timer:
             job.prepare(curvature)
     rest = [job for job in jobs if not hasattr(job, "gram")]
-    for job, K in zip(rest, grams([job.U for job in rest], run, [job.timer for job in rest]), strict=True):
+    for job, K in zip(rest, grams([job.U for job in rest], run), strict=True):
         job.gram = K
     groups = _by_size([job for job in jobs if len(job.gram)])
     counted = [job for job in jobs if job.previous is not None]

@@ -46,15 +46,15 @@ class Replay:
         """As `directly`; the function never waits for the device, and all it depends on is among its arguments."""
         tensors = list(_tensors(args))
         waits = any(isinstance(arg, Operator) and arg.waits for arg in args)
-        if self.device.type != "cuda" or waits or any(t.device != self.device for t in tensors) or _capturing():
+        if self.device.type != "cuda" or waits or any(t.device != self.device for t in tensors) or capturing():
             return directly(function, *args, into=into, **constants)
         key = function, tuple(map(signature, args)), tuple(constants.items())
         known = self.recordings.get(key)
         if known is None or not known.fits:
             results = function(*args, **constants)
-            if len(self.recordings) == MOST:  # shapes keep changing: begin anew
-                self._forget()
             if known is None:
+                if len(self.recordings) == MOST:  # shapes keep changing: begin anew
+                    self._forget()
                 self.recordings[key] = _Recording([_like(t) for t in (*tensors, *results)], len(tensors))
             return _placed(results, into)
         try:
@@ -147,11 +147,7 @@ class _Recording:
 
     def replayed(self, tensors: list[Tensor], into: Sequence[Tensor | None]) -> list[Tensor]:
         assert self.graph is not None
-        if len(tensors) > 2:
-            write(list(zip(self.inputs, tensors, strict=True)))
-        else:
-            for place, t in zip(self.inputs, tensors, strict=True):
-                place.copy_(t)
+        write(list(zip(self.inputs, tensors, strict=True)))
         self.graph.replay()
         return _placed(self.results, into, torch.clone)
 
@@ -202,5 +198,6 @@ def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([to for to, _ in same], [t for _, t in same])
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
+    """Whether someone records the current stream already."""
     return torch.cuda.is_current_stream_capturing()

@@ -76,7 +76,7 @@ class Samples:
         return len(self.backwards)
 
     def receive(self, task: int, layer: int, training: bool, own: bool, a: Tensor, g: Tensor) -> None:
-        """Called inside the backward: turn (a, g) into what the block needs; nothing raw is kept."""
+        """Called inside the backward: turn (a, g) into what the block needs, or keep them as factors."""
         if own != self.own:  # a forward from before or after the batch that feeds the curvature alone
             return
         index, member = self.layers[layer]

@@ -20,7 +20,7 @@ from seng.diagnostics import compare, compare_energies
 from seng.grouped import Grouped, Hyper, Item, Piece, available, fits
 from seng.layers import ROWS
 from seng.operators import Explicit, Merged
-from seng.replay import side_stream, write
+from seng.replay import capturing, side_stream, write
 from seng.sites import Segment, Site
 from seng.sketch import Identity
 from seng.windows import Windows
@@ -152,7 +152,7 @@ class OneByOne:
         graph = next((graph for graph in self.graphs if graph.addresses == now), None)
         whole = all(p in grads for solve in self.solves for p in solve.params)
         whole = whole and len({solve.site.lead.device for solve in self.solves}) == 1
-        if graph is None and whole and now in self.seen and len(self.graphs) < MOST and not _capturing():
+        if graph is None and whole and now in self.seen and len(self.graphs) < MOST and not capturing():
             graph = Recorded(self.solves, grads)
             self.graphs.append(graph)
         if graph is not None and whole:
@@ -162,10 +162,6 @@ class OneByOne:
 
     def _one_by_one(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
         return {p: d for solve in self.solves for p, d in solve(grads).items()}
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 MOST = 2  # graphs of one set of blocks; their results take memory

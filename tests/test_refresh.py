@@ -15,6 +15,7 @@ from seng.job import PATIENCE, TOLERANCE, Job
 from seng.operators import Explicit, Merged
 from seng.plan import Dims, Plan, plan
 from seng.refresh import build
+from seng.replay import directly
 from seng.windows import Windows
 
 LAM = 0.01  # of the largest eigenvalue
@@ -159,6 +160,22 @@ def test_the_largest_eigenvalue_of_a_basis_is_not_the_sketch_s(rank):
     curvature = seng.Curvature(form="merged", rank=rank, decay=0, sketch=seng.sketch.Rows(20))
     (block,) = build([job(U, merged(U, rank), False)], curvature)
     torch.testing.assert_close(block.top, torch.linalg.eigvalsh(block.gram)[-1], rtol=1e-4, atol=0)
+
+
+def test_grams_together_are_those_one_by_one(monkeypatch):
+    monkeypatch.setattr(refresh, "LARGE", 2**15)
+    many = [explicit(graded(m, 70, 0.9, seed)) for seed, m in enumerate((9, 9, 4, 4, 64, 64))]  # the last ones are large
+    Us = [*many, Explicit(graded(4, 70, 0.9).double(), (1, 70, 1))]
+    calls = []
+
+    def run(function, *some):
+        calls.append(len(some))
+        return directly(function, *some)
+
+    for U, K in zip(Us, refresh.grams(Us, run), strict=True):
+        assert K.dtype == U.dtype
+        torch.testing.assert_close(K, U.gram())
+    assert calls == [2, 2, 1, 1, 1]
 
 
 def refreshed(U, previous, rank=16, otherwise="explicit", half=False):
