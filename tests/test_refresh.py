@@ -164,8 +164,8 @@ def test_the_largest_eigenvalue_of_a_basis_is_not_the_sketch_s(rank):
 
 def test_grams_together_are_those_one_by_one(monkeypatch):
     monkeypatch.setattr(refresh, "LARGE", 2**15)
-    many = [explicit(graded(m, 70, 0.9, seed)) for seed, m in enumerate((9, 9, 4, 4, 64, 64))]  # the last ones are large
-    Us = [*many, Explicit(graded(4, 70, 0.9).double(), (1, 70, 1))]
+    Us = [explicit(graded(m, 70, 0.9, seed)) for seed, m in enumerate((9, 9, 4, 4, 64, 64))]  # the last ones are large
+    Us.insert(4, Explicit(graded(4, 70, 0.9).double(), (1, 70, 1)))
     calls = []
 
     def run(function, *some):

@@ -264,11 +264,11 @@ def test_a_handle_keeps_its_state_in_a_file():
 
 
 def test_fields_that_are_younger_than_a_checkpoint_have_their_defaults():
-    U = Windows(torch.randn(3, 2, 4), torch.randn(3, 5, 4), (1,), (1,), (0,), (1,), 1, 0.5)
+    U = Windows(torch.randn(3, 2, 4), torch.randn(3, 5, 4), (1,), (1,), (0,), (1,), 1, 0.1)
     block = Block(U, Identity(), U.gram(), torch.ones(()), True, patience=2)
     state = pack(block, torch.device("cpu"))
     same = unpack(state, Block, torch.device("cpu"), torch.float64)
-    assert (same.patience, same.U.scale, same.U.kernel) == (2, 0.5, (1,))
+    assert (same.patience, same.U.scale, same.U.kernel) == (2, 0.1, (1,))
     del state["patience()"], state["U:Windows"]["scale()"]
     old = unpack(state, Block, torch.device("cpu"), torch.float64)
     assert (old.patience, old.U.scale) == (0, 1.0)
