@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -189,6 +190,11 @@ def _recomputing() -> bool:
     return False
 
 
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Nothing to do in a backward outside of it, and saying so takes a while."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, a: Tensor, receive: Receive, index: int, training: bool, own: bool) -> Tensor:
@@ -200,7 +206,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (a,) = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(g.device.type):
             ctx.receive(_root(), ctx.index, *ctx.mode, a, g)
         return g, None, None, None, None, None
 
@@ -248,7 +254,7 @@ def _receive(a: Tensor, g: Tensor, outer: Tensor, where: Tensor, training: bool,
     if capture is not None:
         task = _root() if outer == -1 else int(outer)
         visible = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # inside it is not
-        with visible, torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+        with visible, torch.no_grad(), _without_autocast(g.device.type):
             capture.receive(task, index, training, own, a.clone(), g.clone())
     return g.new_zeros(())
 

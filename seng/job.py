@@ -21,14 +21,12 @@ from seng.implicit import Implicit, Independent
 from seng.numerics import deviation, reduced, top
 from seng.operators import HALF, Merged, Operator, product
 from seng.plan import Plan
-from seng.replay import directly
+from seng.replay import Function, Task
 from seng.sketch import Identity, Omega
 from seng.windows import Windows
 
 TOLERANCE = 0.03  # relative error of the direction that dropping directions may cause
 PATIENCE = 3  # refreshes for which an exact form stays before it is asked again whether few directions do
-
-Run = Callable[..., list[Tensor]]  # `replay.directly`, or by recordings
 
 
 @dataclass
@@ -43,7 +41,6 @@ class Job:
     seed: Callable[[], torch.Generator]
     timer: AbstractContextManager[None]
     known: Tensor | None = None  # UᵀU, where it was worked out during the backward
-    run: Run = field(init=False, default=directly)
     omega: Omega = field(init=False)
     gram: Tensor = field(init=False)
     top: Tensor = field(init=False)  # its largest eigenvalue
@@ -112,12 +109,12 @@ class Job:
         most = min(2 * k, self.most)
         return self.before if k < self.before <= most and self.before < len(self.gram) else k
 
-    def settle(self, k: int, averaging: bool) -> None:
-        """Keep UV_k, or U as it is."""
+    def settle(self, k: int, averaging: bool) -> Task | None:
+        """Keep UV_k, or U as it is; what of it is a function of tensors alone, to be run along with others."""
         if self.plan.form == "explicit" and self.half and self.plan.dims.own is None and isinstance(self.omega, Identity):
-            self._keep(_whole, self.U, self.lengths[-1])
+            return self._keep(_whole, self.U.samples, self.U, self.lengths[-1])
         if self.plan.form != "merged":
-            return
+            return None
         self.error = torch.zeros((), device="cpu")
         sketched, every = not isinstance(self.omega, Identity), k >= len(self.gram)
         if self.plan.otherwise is not None:
@@ -133,31 +130,39 @@ class Job:
             self.gram, self.omega = self.U.gram(), Identity()
             self.top = top(self.gram[None])[0].to(self.gram.dtype)
         elif every:
-            self._keep(_whole, self.U, self.lengths[-1], averaging=averaging)
+            return self._keep(_whole, self.U.samples, self.U, self.lengths[-1], averaging=averaging)
         else:
-            self._keep(_basis, self.U, self.V[:, :k], self.lengths[k - 1], averaging=averaging)
+            return self._keep(_basis, k, self.U, self.V[:, :k], self.lengths[k - 1], averaging=averaging)
+        return None
 
-    def stack(self, decay: float) -> None:
+    def stack(self, decay: float) -> Task:
         """U becomes [√δ·U_old, √(1−δ)·U], whose Gram is put together from its parts."""
         assert self.previous is not None and isinstance(self.previous.U, Merged) and isinstance(self.U, Merged)
         before = self.previous.U
         if self.half and before.Y.dtype not in HALF:
             before = Merged.of(before.Y, before.shape, True).scaled(before.scale)
         self.fresh = self.gram, self.top
-        (self.gram,) = self.run(_gram_of_both, before, self.U, self.previous.gram, self.gram, decay=decay)
         self.stacked = before.scaled(decay**0.5), self.U.scaled((1 - decay) ** 0.5)
+        both = before, self.U, self.previous.gram, self.gram
+        return Task(_gram_of_both, both, {"decay": decay}, self._stacked, self.timer, (None,))
 
-    def truncate(self, k: int) -> None:
+    def _stacked(self, gram: Tensor) -> None:
+        self.gram = gram
+
+    def truncate(self, k: int) -> Task:
         """The stack becomes what its k leading directions keep of it."""
-        self._keep(_truncated, *self.stacked, self.V[:, :k])
+        return self._keep(_truncated, k, *self.stacked, self.V[:, :k])
 
-    def _keep(self, function: Callable[..., tuple[Tensor, ...]], *args: Tensor | Operator, averaging: bool = False) -> None:
-        """U becomes a basis, where the last one was if that is not needed any more."""
+    def _keep(self, function: Function, k: int, *args: Tensor | Operator, averaging: bool = False) -> Task:
+        """U becomes a basis of k directions, where the last one was if that is not needed any more."""
         before = None if self.previous is None or averaging or not self.gram.is_cuda else self.previous.U
-        rooms = (before.Y, before.scale) if isinstance(before, Merged) else ()
-        self.writes = bool(rooms)
-        Y, scale, self.gram = self.run(function, *args, into=rooms, half=self.half)
-        self.U = Merged(Y, scale, self.U.shape)
+        self.writes = isinstance(before, Merged)
+        rooms = (before.Y, before.scale, None) if isinstance(before, Merged) else (None, None, None)
+        size = k * self.U.n * (2 if self.half else self.gram.element_size())
+        return Task(function, args, {"half": self.half}, self._kept, self.timer, rooms, size)
+
+    def _kept(self, Y: Tensor, scale: Tensor, gram: Tensor) -> None:
+        self.U, self.gram = Merged(Y, scale, self.U.shape), gram
 
     def block(self, relative: bool) -> tuple[Block, list[tuple[Tensor, Tensor]]]:
         """The finished block, and what has to be copied into which of its tensors."""

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from seng.block import Block
 from seng.curvature import Curvature
-from seng.job import PATIENCE, Job, Run
+from seng.job import PATIENCE, Job
 from seng.numerics import one_by_one, spectrum, start, top, truncation_errors
 from seng.operators import Operator
-from seng.replay import LARGE, directly, write
+from seng.replay import LARGE, Run, Task, directly, together, write
 from seng.staging import read, send
 
 NEGLIGIBLE = 1e-3  # of λ: averaged curvature drops eigenvalues below it, which change a direction by less than a thousandth
@@ -30,13 +30,13 @@ NEGLIGIBLE = 1e-3  # of λ: averaged curvature drops eigenvalues below it, which
 
 def grams(Us: Sequence[Operator], run: Run) -> list[Tensor]:
     """UᵀU of each, several at once as long as that is not too much for one recording."""
-    together: list[list[Operator]] = []
+    batches: list[list[Operator]] = []
     for U in Us:
-        if together and _alike(U, together[-1][0]) and U.bytes + sum(V.bytes for V in together[-1]) <= LARGE // 2:
-            together[-1].append(U)
+        if batches and _alike(U, batches[-1][0]) and U.bytes + sum(V.bytes for V in batches[-1]) <= LARGE // 2:
+            batches[-1].append(U)
         else:
-            together.append([U])
-    return [K for some in together for K in run(_grams, *some)[0].unbind()]
+            batches.append([U])
+    return [K for batch in batches for K in run(_grams, *batch)[0].unbind()]
 
 
 def _alike(U: Operator, V: Operator) -> bool:
@@ -52,7 +52,6 @@ def _grams(*Us: Operator) -> tuple[Tensor]:
 def build(jobs: Sequence[Job], curvature: Curvature, run: Run = directly) -> list[Block | None]:
     """A block per job, or None where U has no columns or numbers that are not finite."""
     for job in jobs:
-        job.run = run
         with job.timer:
             job.prepare(curvature)
     rest = [job for job in jobs if not hasattr(job, "gram")]
@@ -66,9 +65,7 @@ def build(jobs: Sequence[Job], curvature: Curvature, run: Run = directly) -> lis
         job.failed = failed
     alive = [(job, k) for same, ks in zip(groups, seen, strict=False) for job, k in zip(same, ks, strict=True) if k >= 0]
     try:
-        for job, k in alive:
-            with job.timer:
-                job.settle(job.steady(k), curvature.averaging > 0)
+        together(_settled(alive, curvature.averaging > 0), run)
         if curvature.averaging:
             _average([job for job, _ in alive if job.averaged], curvature, run)
         built = {id(job): job.block(curvature.relative_damping) for job, _ in alive}
@@ -80,6 +77,15 @@ def build(jobs: Sequence[Job], curvature: Curvature, run: Run = directly) -> lis
                 job.previous.core = None
         raise
     return [built[id(job)][0] if id(job) in built else None for job in jobs]
+
+
+def _settled(jobs: Sequence[tuple[Job, int]], averaging: bool) -> list[Task]:
+    """What is left to do where each job keeps so many directions."""
+    tasks = []
+    for job, k in jobs:
+        with job.timer:
+            tasks.append(job.settle(job.steady(k), averaging))
+    return [task for task in tasks if task is not None]
 
 
 def _by_size(jobs: Sequence[Job]) -> list[list[Job]]:
@@ -140,9 +146,7 @@ def _chosen(
 
 def _average(jobs: Sequence[Job], curvature: Curvature, run: Run) -> None:
     """δM_old + (1 − δ)M_new, at most `rank` directions, less where eigenvalues are far below λ."""
-    for job in jobs:
-        with job.timer:
-            job.stack(curvature.averaging)
+    together([job.stack(curvature.averaging) for job in jobs], run)
     groups, counts = _by_size(jobs), []
     for same in groups:
         K = torch.stack([job.gram for job in same])
@@ -158,6 +162,7 @@ def _average(jobs: Sequence[Job], curvature: Curvature, run: Run) -> None:
             job.top, job.V = mine
     patient = all(job.left and job.before == job.plan.rank for job in jobs)  # which spares the look
     seen = [[job.before for job in same] for same in groups] if patient else read(counts)
+    tasks = []
     for same, numbers in zip(groups, seen, strict=True):
         for job, count in zip(same, numbers, strict=True):
             if count < 0:  # what was kept before is not finite: it goes
@@ -165,8 +170,8 @@ def _average(jobs: Sequence[Job], curvature: Curvature, run: Run) -> None:
                 continue
             k = job.before if patient else job.steady(min(1 << max(3, (count - 1).bit_length()), job.plan.rank))
             job.patience = job.left - 1 if patient else PATIENCE if k == job.before == job.plan.rank else 0
-            with job.timer:
-                job.truncate(k)
+            tasks.append(job.truncate(k))
+    together(tasks, run)
 
 
 def _large_ones(K: Tensor, lam: Tensor, start: Tensor, *, widest: int, relative: bool) -> tuple[Tensor, Tensor, Tensor]:

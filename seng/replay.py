@@ -8,9 +8,11 @@ from then on they are copied in and the graph is replayed.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from seng.operators import Operator
 
 Function = Callable[..., tuple[Tensor, ...]]
+Run = Callable[..., list[Tensor]]  # `directly`, or a `Replay`
 MOST = 256  # recordings
 LARGE = 2**27  # bytes of inputs and outputs from which copying them takes longer than launching
 
@@ -29,6 +32,48 @@ def directly(
 ) -> list[Tensor]:
     """function(*args, **constants); each result in its place of `into`, where that is a tensor that has room for it."""
     return _placed(function(*args, **constants), into)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function of tensors that may wait to be run along with others."""
+
+    function: Function
+    args: tuple[Tensor | Operator, ...]
+    constants: dict[str, Any]
+    then: Callable[..., None]  # takes the results
+    timer: AbstractContextManager[None]
+    into: tuple[Tensor | None, ...]  # for each result the room for it, if there is one
+    size: int = 0  # bytes of the results, where they are many
+
+    @property
+    def bytes(self) -> int:
+        return self.size + sum(t.numel() * t.element_size() for t in _tensors(self.args))
+
+
+def together(tasks: list[Task], run: Run) -> None:
+    """Run them: by recordings several at once, as long as that is not too much for one; else each by itself.
+
+    Tasks are let go of as soon as they are done, since they hold what was captured.
+    """
+    tasks.reverse()
+    while tasks:
+        batch, room = [tasks.pop()], LARGE
+        while run is not directly and tasks and (room := room - batch[-1].bytes) >= tasks[-1].bytes:
+            batch.append(tasks.pop())
+        calls = tuple((task.function, len(task.args), tuple(task.constants.items())) for task in batch)
+        with batch[0].timer:
+            args, into = ([x for task in batch for x in getattr(task, name)] for name in ("args", "into"))
+            results = iter(run(_in_turn, *args, into=into, calls=calls))
+            for task in batch:
+                task.then(*itertools.islice(results, len(task.into)))
+        del args, task
+
+
+def _in_turn(*args: Tensor | Operator, calls: tuple[tuple[Function, int, Any], ...]) -> tuple[Tensor, ...]:
+    """The results of several functions, each with its number of arguments and its constants."""
+    rest = iter(args)
+    return tuple(t for function, count, constants in calls for t in function(*itertools.islice(rest, count), **dict(constants)))
 
 
 class Replay:

@@ -38,7 +38,8 @@ class Backward:
     numbers: Counter[int] = field(default_factory=Counter)  # site -> numbers per sample of inputs and outputs of `Windows`
     grams: dict[int, Tensor] = field(default_factory=dict)  # site -> UᵀU of its piece, where it is known
     waiting: dict[int, Windows] = field(default_factory=dict)  # site -> a piece whose UᵀU is to be worked out
-    stream: torch.cuda.Stream | None = None  # on which the captures came that wait
+    bytes: int = 0  # of the pieces that wait
+    stream: torch.cuda.Stream | None = None  # on which they came
 
     @property
     def samples(self) -> int:
@@ -110,10 +111,11 @@ class Samples:
             waiting = backward.pieces.get(index)
             backward.pieces[index] = U if waiting is None else added(waiting, U)
             if waiting is not None:  # it is another U now
-                backward.waiting.pop(index, None)
+                backward.waiting.pop(index, None)  # `bytes` may count it on: the others do not wait as long
                 backward.grams.pop(index, None)
             elif isinstance(U, Windows) and self._early(backward, U):
                 backward.waiting[index] = U
+                backward.bytes += U.bytes
                 self._work(backward, EARLY)
 
     def _early(self, backward: Backward, U: Windows) -> bool:
@@ -126,8 +128,8 @@ class Samples:
 
     def _work(self, backward: Backward, least: int) -> None:
         """Grams of what waits, if it is that many bytes: while the host launches the backward, a GPU has the time."""
-        if self.grams is not None and sum(U.bytes for U in backward.waiting.values()) >= least:
-            waiting, backward.waiting = backward.waiting, {}
+        if self.grams is not None and backward.bytes >= least:
+            waiting, backward.waiting, backward.bytes = backward.waiting, {}, 0
             backward.grams |= zip(waiting, self.grams(list(waiting.values())), strict=True)
 
     def known_grams(self, scale: float) -> dict[int, Tensor]:

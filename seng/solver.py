@@ -81,12 +81,11 @@ class Solve:
 
 
 class Recorded:
-    """Solves as one launch: a CUDA graph over copies of the gradients, or over the gradients where they are large."""
+    """Solves as one launch: a CUDA graph over copies of the gradients, which autograd puts now here, now there."""
 
     def __init__(self, solves: Sequence[Solve], grads: Gradients) -> None:
-        self.addresses = fixed(solves, grads)
-        params = [p for solve in solves for p in solve.params if p in grads]
-        self.copies = {p: torch.empty_like(p, dtype=grads[p].dtype, requires_grad=False) for p in params if _copied(p)}
+        params = [p for solve in solves for p in solve.params]
+        self.copies = {p: torch.empty_like(p, dtype=grads[p].dtype, requires_grad=False) for p in params}
         self.places = list(self.copies.values())
         self.graph = torch.cuda.CUDAGraph()
         device = solves[0].site.lead.device
@@ -94,35 +93,17 @@ class Recorded:
             torch.cuda.device(device),
             torch.cuda.graph(self.graph, stream=side_stream(device), capture_error_mode="thread_local"),
         ):
-            self.out = {p: d for solve in solves for p, d in solve({**grads, **self.copies}).items()}
-            if self.copies:  # d takes the place of the copy
-                torch._foreach_copy_(list(self.copies.values()), [self.out[p] for p in self.copies])
-                self.out |= self.copies
+            out = {p: d for solve in solves for p, d in solve(self.copies).items()}
+            torch._foreach_copy_(self.places, [out[p] for p in self.copies])  # d takes the place of the copy
         self.seen = [(solve.seen, list(solve.seen)) for solve in solves]
 
-    def __call__(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
-        """What it gives holds until the next call."""
-        self.over([grads[p] for p in self.copies])
-        return self.out
-
-    def over(self, grads: list[Tensor]) -> list[Tensor]:
-        """The same for the gradients that are copied, in order."""
-        if grads:
-            torch._foreach_copy_(self.places, grads)
+    def __call__(self, grads: list[Tensor]) -> list[Tensor]:
+        """d from the gradients of `copies`, in order; it holds until the next call."""
+        torch._foreach_copy_(self.places, grads)
         self.graph.replay()
         for place, seen in self.seen:
             place[:] = seen
         return self.places
-
-
-def _copied(p: Tensor) -> bool:
-    """Whether its gradient is copied: large ones take time to copy, and mostly lie where they lay."""
-    return p.numel() <= 2**23
-
-
-def fixed(solves: Sequence[Solve], grads: Gradients) -> list[int]:
-    """Where the gradients lie that a graph would read in place."""
-    return [grads[p].data_ptr() for solve in solves for p in solve.params if p in grads and not _copied(p)]
 
 
 class OneByOne:
@@ -131,8 +112,8 @@ class OneByOne:
     def __init__(self, solves: Sequence[Solve]) -> None:
         self.solves = list(solves)
         self.params = [p for solve in self.solves for p in solve.params]
-        self.seen: list[list[int]] = []
-        self.graphs: list[Recorded] = []
+        self.called = False
+        self.graph: Recorded | None = None
 
     def __call__(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
         """d for the parameters of these blocks."""
@@ -140,31 +121,19 @@ class OneByOne:
             return self._solved(grads)
 
     def replayed(self, grads: list[Tensor]) -> list[Tensor] | None:
-        """d from the gradients of `params`, where there is one graph for all places at which gradients may lie."""
-        if len(self.graphs) != 1 or self.graphs[0].addresses or len(self.graphs[0].copies) != len(grads):
-            return None
-        return self.graphs[0].over(grads)
+        """d from the gradients of `params`, once there is a graph."""
+        return None if self.graph is None or len(grads) != len(self.params) else self.graph(grads)
 
     def _solved(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
-        if not self.solves or not self.solves[0].site.lead.is_cuda or torch.compiler.is_compiling():
-            return self._one_by_one(grads)
-        now = fixed(self.solves, grads)
-        graph = next((graph for graph in self.graphs if graph.addresses == now), None)
-        whole = all(p in grads for solve in self.solves for p in solve.params)
-        whole = whole and len({solve.site.lead.device for solve in self.solves}) == 1
-        if graph is None and whole and now in self.seen and len(self.graphs) < MOST and not capturing():
-            graph = Recorded(self.solves, grads)
-            self.graphs.append(graph)
-        if graph is not None and whole:
-            return graph(grads)
-        self.seen = [*self.seen[-MOST:], now]
-        return self._one_by_one(grads)
-
-    def _one_by_one(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
+        whole = bool(self.solves) and all(p in grads for p in self.params)
+        devices = {solve.site.lead.device for solve in self.solves}
+        recordable = whole and len(devices) == 1 and devices.pop().type == "cuda" and not torch.compiler.is_compiling()
+        if recordable and self.graph is None and self.called and not capturing():
+            self.graph = Recorded(self.solves, grads)
+        if recordable and self.graph is not None:
+            return dict(zip(self.params, self.graph([grads[p] for p in self.params]), strict=True))
+        self.called = True
         return {p: d for solve in self.solves for p, d in solve(grads).items()}
-
-
-MOST = 2  # graphs of one set of blocks; their results take memory
 
 
 @dataclass(frozen=True)
