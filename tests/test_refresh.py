@@ -1,5 +1,6 @@
 """All layers at once: the block that `build` makes against a dense solve, in every precision, form and way of small work."""
 
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -9,13 +10,13 @@ import torch
 
 import seng
 from seng import job as jobs
-from seng import numerics, refresh, staging
+from seng import numerics, refresh, replay, staging
 from seng.block import factorize
 from seng.job import PATIENCE, TOLERANCE, Job
 from seng.operators import Explicit, Merged
 from seng.plan import Dims, Plan, plan
 from seng.refresh import build
-from seng.replay import directly
+from seng.replay import Task, directly, together
 from seng.windows import Windows
 
 LAM = 0.01  # of the largest eigenvalue
@@ -176,6 +177,33 @@ def test_grams_together_are_those_one_by_one(monkeypatch):
         assert K.dtype == U.dtype
         torch.testing.assert_close(K, U.gram())
     assert calls == [2, 2, 1, 1, 1]
+
+
+def test_tasks_together_are_those_one_by_one(monkeypatch):
+    """Each gets its own results, in its own room; as many at once as LARGE allows, and none is held when it is done."""
+    monkeypatch.setattr(replay, "LARGE", 1000)
+    calls, got, alive = [], [], []
+
+    def run(function, *args, into, **constants):
+        calls.append(len(args))
+        alive.append(sum(ref() is not None for ref in refs))
+        return directly(function, *args, into=into, **constants)
+
+    def scaled(X, *, by):
+        return by * X, X.sum()
+
+    Xs = [torch.full((size,), float(size), dtype=torch.float32) for size in (100, 100, 300, 40, 100)]
+    refs, room = [weakref.ref(X) for X in Xs], torch.zeros(40, dtype=torch.float32)
+    tasks = [
+        Task(scaled, (X,), {"by": i}, lambda *found: got.append(found), nullcontext(), (room if i == 3 else None, None))
+        for i, X in enumerate(Xs)
+    ]
+    sizes = [len(X) for X in Xs]
+    del Xs
+    together(tasks, run)
+    assert calls == [2, 1, 2] and alive == [5, 3, 2]
+    for i, (size, (Y, total)) in enumerate(zip(sizes, got, strict=True)):
+        assert (i * size == Y).all() and total == size**2 and (Y is room) == (i == 3)
 
 
 def refreshed(U, previous, rank=16, otherwise="explicit", half=False):
