@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import seng
 from seng import capture, job, optimizer, preconditioner, refresh, samples
+from seng.lab.bench.tasks import TASKS, Task, memory_format
 from seng.lab.record import provenance
-from seng.lab.tasks import TASKS, Task, memory_format
 
 
 def backward(task: Task, model: nn.Module, opt: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 COMMANDS = {  # word -> the module whose main(arguments) does it, and what it does
-    "bench": ("seng.lab.bench", "time, memory and quality of a SENG step beside SGD, AdamW, Muon and K-FAC"),
+    "bench": ("seng.lab.bench.command", "time, memory and quality of a SENG step beside SGD, AdamW, Muon and K-FAC"),
     "demo": ("seng.lab.demo", "SENG, SGD and Adam train a small network side by side, in half a minute"),
 }
 

@@ -15,11 +15,13 @@ from torch import nn
 
 import seng
 from seng import cli
-from seng.lab import bench, contenders, models, report, tasks
-from seng.lab.exact import Watch, compare, observed
-from seng.lab.options import Amounts, Changes, Options, Which
-from seng.lab.rows import Row, summarise
-from seng.lab.tasks import TASKS, Task, images, tokens
+from seng.lab import models
+from seng.lab.bench import command as bench
+from seng.lab.bench import contenders, report, tasks
+from seng.lab.bench.exact import Watch, compare, observed
+from seng.lab.bench.options import Amounts, Changes, Options, Which
+from seng.lab.bench.rows import Row, summarise
+from seng.lab.bench.tasks import TASKS, Task, images, tokens
 
 SETTING = contenders.Setting(20, 0.01, True, 32, 0.0, None)
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seng.lab.contenders import Setting, contender, state_bytes
-from seng.lab.options import Options
-from seng.lab.tasks import Batch, Task, memory_format
+from seng.lab.bench.contenders import Setting, contender, state_bytes
+from seng.lab.bench.options import Options
+from seng.lab.bench.tasks import Batch, Task, memory_format
 
 
 class Arena:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from seng.lab.contenders import CONTENDERS, Setting
-from seng.lab.tasks import TASKS, Task, chosen
+from seng.lab.bench.contenders import CONTENDERS, Setting
+from seng.lab.bench.tasks import TASKS, Task, chosen
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
 
-from seng.lab.rows import Row
+from seng.lab.bench.rows import Row
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "contender": lambda r: r.contender,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 
-from seng.lab.contenders import REFRESHING, Setting
-from seng.lab.exact import Quality
+from seng.lab.bench.contenders import REFRESHING, Setting
+from seng.lab.bench.exact import Quality
 
 Times = Sequence[tuple[float, float]]  # seconds per step of a window with a refresh and of one without, round by round
 

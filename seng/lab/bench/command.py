@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from seng import SENG
-from seng.lab.arena import Arena, Entrant
-from seng.lab.contenders import BASELINES, SENGS, LeftOutError, Setting, state_bytes
-from seng.lab.exact import Watch, compare, observed
-from seng.lab.memory import clean, peak
-from seng.lab.options import Options
+from seng.lab.bench.arena import Arena, Entrant
+from seng.lab.bench.contenders import BASELINES, SENGS, LeftOutError, Setting, state_bytes
+from seng.lab.bench.exact import Watch, compare, observed
+from seng.lab.bench.memory import clean, peak
+from seng.lab.bench.options import Options
+from seng.lab.bench.report import Screen, draw
+from seng.lab.bench.rows import Row, summarise
+from seng.lab.bench.tasks import Task
 from seng.lab.record import provenance
-from seng.lab.report import Screen, draw
-from seng.lab.rows import Row, summarise
-from seng.lab.tasks import Task
 
 CHECK_SECONDS = 20.0  # what the check of the amortised figure may take
 MiB = 2**20
