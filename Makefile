@@ -10,6 +10,7 @@ demo: .venv/installed
 	.venv/bin/python -m seng.lab.demo
 
 test: .venv/installed
+	sh scripts/chromium.sh
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
@@ -20,7 +21,7 @@ format: .venv/installed
 	.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis demo.png
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis demo.png report.html
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # torch comes first and alone, so that a CPU build kept locally is taken and nothing else gets to choose another.

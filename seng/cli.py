@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
-COMMANDS = {  # word -> the module whose main(arguments) does it, and what it does
-    "bench": ("seng.lab.bench.command", "time, memory and quality of a SENG step beside SGD, AdamW, Muon and K-FAC"),
-    "demo": ("seng.lab.demo", "SENG, SGD and Adam train a small network side by side, in half a minute"),
+COMMANDS = {  # word -> the module and the function in it that does it, and what it does
+    "demo": ("seng.lab.demo", "main", "SENG, SGD, Adam and K-FAC train a small network side by side, in half a minute"),
+    "train": ("seng.lab.compare", "main_train", "train one optimizer on a task"),
+    "compare": ("seng.lab.compare", "main", "train several optimizers on a task, each with several seeds"),
+    "tune": ("seng.lab.tune", "main", "search for each optimizer's recipe, with equal budgets"),
+    "report": ("seng.lab.report.command", "main", "one page with all results, and pictures of them"),
+    "reproduce": ("seng.lab.reproduce", "main", "the paper's tables with ours beside them"),
+    "data": ("seng.lab.datasets.command", "main", "get a data set, verified"),
+    "bench": ("seng.lab.bench.command", "main", "time, memory and quality of a SENG step beside SGD, AdamW, Muon and K-FAC"),
 }
 
 HELP = "\n".join(
     [
         "usage: seng COMMAND [options]; seng COMMAND --help says which",
         "",
-        *(f"  {word:8}{what}" for word, (_, what) in COMMANDS.items()),
+        *(f"  {word:11}{what}" for word, (_, _, what) in COMMANDS.items()),
     ]
 )
 
@@ -31,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         near = get_close_matches(words[0], COMMANDS, 1, 0.5)
         meant = f", did you mean {near[0]}?" if near else "."
         sys.exit(f"seng: there is no command {words[0]!r}{meant} There are: {', '.join(COMMANDS)}")
+    module, function, _ = COMMANDS[words[0]]
     try:
-        module = import_module(COMMANDS[words[0]][0])
+        found = import_module(module)
     except ImportError as missing:
         sys.exit(f"seng {words[0]}: {missing.name} is missing: pip install 'seng[lab]'")
-    module.main(words[1:])
+    getattr(found, function)(words[1:])

@@ -8,6 +8,7 @@ images, with a 3×3 stem and no max pool. Dimension 0 is the sample in every lay
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -128,6 +129,31 @@ def small_cnn(classes: int = 10) -> nn.Sequential:
             nn.Linear(128 * 4 * 4, classes),
         )
     )
+
+
+def fashion_cnn(classes: int = 10) -> nn.Sequential:
+    """For 28×28 grey images on a CPU: three convolutions and a linear layer, 86,954 parameters."""
+    layers = [*conv_norm(1, 32, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    layers += [*conv_norm(32, 64, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    layers += [*conv_norm(64, 64, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64 * 7 * 7, classes)]
+    return initialised(nn.Sequential(*layers))
+
+
+def autoencoder(pixels: int = 784, code: int = 30) -> nn.Sequential:
+    """The deep autoencoder of Hinton and Salakhutdinov (2006): 784-1000-500-250-30 and back; logits of the pixels.
+
+    Sparse initialisation (Martens, 2010): each unit begins with 15 inputs from N(0, 1), without which its sigmoids saturate.
+    """
+    widths = (pixels, 1000, 500, 250, code)
+    layers: list[nn.Module] = []
+    for sizes in (widths, widths[::-1]):
+        for inputs, outputs in pairwise(sizes):
+            linear = nn.Linear(inputs, outputs)
+            nn.init.zeros_(linear.bias)
+            nn.init.sparse_(linear.weight.data.T, 1 - 15 / inputs, std=1.0)
+            layers += [linear, nn.Sigmoid()]
+        layers.pop()  # neither the code nor the logits are squashed
+    return nn.Sequential(*layers)
 
 
 class Attention(nn.Module):

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
-from torch.optim import SGD, AdamW, Muon
+from torch.optim import SGD, AdamW
 from torch.utils._pytree import tree_leaves
 
 import seng
 from seng.curvature import Form
+from seng.lab.muon import MuonAndAdamW
 
 BASELINES = ("sgd", "adamw", "muon", "kfac")
 SENGS: Mapping[str, Form] = {"seng" if form == "auto" else f"seng {form}": form for form in get_args(Form)}
@@ -84,40 +83,6 @@ def contender(name: str, model: nn.Module, setting: Setting, refresh_every: int,
         return kfac
     curvature = setting.curvature(SENGS[name])
     return seng.SENG(model, lr, weight_decay=5e-4, damping=setting.damping, refresh_every=refresh_every, curvature=curvature)
-
-
-class MuonAndAdamW:
-    """Muon for the weights of linear layers and convolutions, these as matrices; AdamW for the head and all else."""
-
-    def __init__(self, model: nn.Module, lr: float = 3e-4, fused: bool | None = None) -> None:
-        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | _ConvNd)]
-        head = [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]
-        tables = {layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)} | {h.weight for h in head}
-        self.weights = list(dict.fromkeys(layer.weight for layer in layers if layer.weight not in tables))
-        self.matrices = [nn.Parameter(as_matrix(p.detach(), p)) for p in self.weights]  # views of the weights
-        taken = set(self.weights)
-        self.muon = Muon(self.matrices, lr, adjust_lr_fn="match_rms_adamw")
-        self.adamw = AdamW([p for p in model.parameters() if p not in taken], lr, fused=fused)
-
-    def step(self) -> None:
-        for matrix, p in zip(self.matrices, self.weights, strict=True):
-            matrix.grad = None if p.grad is None else as_matrix(p.grad, p)
-        self.muon.step()
-        self.adamw.step()
-
-    def zero_grad(self) -> None:
-        for p in (*self.weights, *self.matrices):
-            p.grad = None
-        self.adamw.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
-
-
-def as_matrix(x: Tensor, weight: Tensor) -> Tensor:
-    """A weight, or its gradient, as (n_G, n_A): a view in either memory format. Muon does not mind the order of columns."""
-    last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-    return (x.permute(0, 2, 3, 1) if last else x).flatten(1)
 
 
 def state_bytes(optimizer: Steps) -> int:

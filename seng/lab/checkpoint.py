@@ -1,0 +1,63 @@
+"""Checkpoints that are whole or not there: written beside the last one, flushed to the disk, and only then put in its place."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+
+class Checkpoint:
+    """One file that is written anew every so many seconds."""
+
+    def __init__(self, path: Path, seconds: float = 60.0) -> None:
+        self.path, self.seconds = path, seconds
+        self.last = monotonic()
+
+    def save(self, state: Callable[[], dict[str, Any]]) -> bool:
+        """Write what `state` gives, if it is time; whether it did. A disk that is full keeps the last one and warns."""
+        if monotonic() - self.last < self.seconds:
+            return False
+        half = self.path.with_name(f"{self.path.name}.{os.getpid()}.half")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with half.open("wb") as file:
+                torch.save(state(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(half, self.path)
+        except (OSError, RuntimeError) as why:  # torch reports a full disk as either
+            if isinstance(why, RuntimeError) and "write" not in str(why):
+                raise
+            kept = "the one before stays" if self.path.exists() else "there is none yet"
+            warnings.warn(f"seng: the checkpoint {self.path} could not be written ({why}); {kept}", stacklevel=2)
+            return False
+        finally:
+            half.unlink(missing_ok=True)
+            self.last = monotonic()
+        return True
+
+    def load(self, head: dict[str, Any]) -> dict[str, Any] | None:
+        """What was saved, if anything; refused where it belongs to another run."""
+        if not self.path.exists():
+            return None
+        try:
+            saved: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+        except Exception as why:
+            raise ValueError(f"the checkpoint {self.path} cannot be read ({why}): remove it to begin anew") from why
+        differs = [key for key in head if saved["head"].get(key) != head[key]]
+        if differs:
+            raise ValueError(
+                f"the checkpoint {self.path} is of a run with another {' and '.join(differs)}: "
+                "finish that run, give this one a --label, or remove the file"
+            )
+        return saved
+
+    def remove(self) -> None:
+        """The run is over."""
+        self.path.unlink(missing_ok=True)

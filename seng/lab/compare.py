@@ -1,0 +1,221 @@
+"""`seng train` and `seng compare`: one optimizer or several on a task, seed after seed, with the standings as they come.
+
+What is finished is not run again, what was interrupted goes on where it was. Recipes are those that `seng tune` found, where
+it has been run (results/<task>/tuned.json), and the task's own otherwise; `--set seng.lr=0.2` changes one for all seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from tyro.conf import Positional
+
+from seng.lab.checkpoint import Checkpoint
+from seng.lab.datasets import DataError
+from seng.lab.recipe import Recipe
+from seng.lab.recipes import RECIPES, recipe
+from seng.lab.run import Run
+from seng.lab.standings import Standings
+from seng.lab.streams import open_data
+from seng.lab.tasks import Task, task
+from seng.lab.train import Training, train
+
+TUNED = "tuned.json"  # beside a task's results: what `seng tune` found
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much of it."""
+
+    epochs: float | None = None
+    """The budget; default: the task's."""
+    batch: int | None = None
+    """Default: the task's."""
+    stop: bool = True
+    """At the target, as the paper does; --no-stop trains to the end of the budget."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """On what, from where and to where."""
+
+    device: str | None = None
+    """cpu or cuda; default: cuda where there is one."""
+    data: Path | None = None
+    """The folder of the data sets; default: $SENG_DATA, or ./data."""
+    out: Path = Path("results")
+    """Results go to OUT/TASK/OPTIMIZER-SEED.jsonl."""
+    tensorboard: Path | None = None
+    """Draw there too, for TensorBoard."""
+
+
+@dataclass(frozen=True)
+class How:
+    """Details."""
+
+    label: str = ""
+    """Tells these runs apart from others of the same optimizer, such as T20."""
+    set: tuple[str, ...] = ()
+    """Fields of the recipes, such as lr=0.1 for all or seng.damping=0.01 for one."""
+    compile: bool = False
+    """Compile the network."""
+    untuned: bool = False
+    """Leave aside what `seng tune` found."""
+    again: bool = False
+    """Run again what is finished."""
+    checkpoint: float = 60.0
+    """Seconds between checkpoints, which are written after evaluations."""
+
+
+def changes(given: Sequence[str], optimizer: str) -> dict[str, Any]:
+    """What `--set` says of one optimizer: its own fields before those for all."""
+    found: dict[str, Any] = {}
+    for own in (False, True):
+        for text in given:
+            key, equals, value = text.partition("=")
+            if not equals:
+                raise ValueError(f"--set takes field=value, such as lr=0.1 or seng.lr=0.1, not {text!r}")
+            name, dot, field = key.rpartition(".")
+            if dot and name not in RECIPES:
+                recipe(name)  # says what there is
+            if bool(dot) == own and (not dot or name == optimizer):
+                found[field] = value
+    return found
+
+
+def chosen(what: Task, optimizer: str, how: How, out: Path) -> tuple[Recipe, dict[str, Any] | None]:
+    """The recipe, and how it was tuned."""
+    path = out / what.name / TUNED
+    tuned = json.loads(path.read_text()).get(optimizer) if path.exists() and not how.untuned else None
+    base = recipe(optimizer, dict(what.recipes.get(optimizer, {})))
+    if tuned is not None:
+        base = base.with_(tuned["recipe"])
+    given = changes(how.set, optimizer)
+    tuning = {"trials": tuned["trials"], "study": tuned["study"]} if tuned and not given else None
+    return base.with_(given), tuning
+
+
+def runs(what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: Amounts, how: How, out: Path) -> list[Run]:
+    """Everything that is to be run, seed after seed."""
+    recipes = {name: chosen(what, name, how, out) for name in optimizers}
+    common: dict[str, Any] = {"label": how.label, "compile": how.compile, "stop": amounts.stop}
+    return [
+        Run(what, recipes[name][0], seed, amounts.epochs, amounts.batch, tuning=recipes[name][1], **common)
+        for seed in seeds
+        for name in optimizers
+    ]
+
+
+def carried_out(todo: Sequence[Run], where: Where, how: How, command: str) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Each line of each run as it comes."""
+    device = torch.device(where.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+    data = open_data(todo[0].task.data, where.data)
+    for run in todo:
+        training = Training(run, data, device, command)
+        place = where.out / run.task.name / "checkpoints" / f"{run.path(where.out).stem}.pt"
+        writer = _writer(where.tensorboard, run)
+        for line in train(training, where.out, Checkpoint(place, how.checkpoint), how.again):
+            for name in ("train_loss", "loss", "metric") if writer else ():
+                if line[name] is not None:
+                    writer.add_scalar(name, line[name], line["step"], line["seconds"])
+            yield run, line
+        if writer:
+            writer.close()
+        del training  # before the next one needs its memory
+
+
+def _writer(folder: Path | None, run: Run) -> Any:
+    if folder is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder / run.task.name / f"{run.name}-{run.seed}")
+
+
+def go(todo: Sequence[Run], where: Where, how: How, command: str) -> None:
+    """Run, and show the standings."""
+    with Standings(todo) as standings:
+        try:
+            for run, line in carried_out(todo, where, how, command):
+                standings.tell(run, line)
+        except KeyboardInterrupt:
+            standings.say(f"interrupted; the same command goes on from here: {command}")
+            sys.exit(130)
+        except DataError as missing:
+            sys.exit(f"seng: {missing}")
+    standings.say(f"results: {where.out / todo[0].task.name}; seng report {where.out} draws them")
+
+
+def command_of(words: Sequence[str], arguments: Sequence[str]) -> str:
+    """What makes the results again."""
+    return shlex.join(["seng", *words, *arguments])
+
+
+def parsed(kind: type[Any], words: str, arguments: Sequence[str] | None) -> tuple[Any, str]:
+    """The options of a command, and the command itself as text."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    config = (tyro.conf.OmitArgPrefixes,)
+    options = tyro.cli(kind, prog=f"seng {words}", description=kind.__doc__, args=given, config=config)
+    return options, command_of([words], given)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one optimizer on a task."""
+
+    task: Positional[str]
+    """digits-cnn, mnist-autoencoder, fashion-cnn, cifar10-resnet18, …"""
+    optimizer: Positional[str] = "seng"
+    """seng, seng-paper, sgd, adam, adamw, kfac, muon, soap or shampoo."""
+    seed: int = 0
+    amounts: Amounts = Amounts()
+    how: How = How()
+    where: Where = Where()
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train several optimizers on a task, each with several seeds."""
+
+    task: Positional[str]
+    """digits-cnn, mnist-autoencoder, fashion-cnn, cifar10-resnet18, …"""
+    optimizers: tuple[str, ...] = ("seng", "sgd", "adam", "kfac")
+    """Of seng, seng-paper, sgd, adam, adamw, kfac, muon, soap, shampoo."""
+    seeds: int = 3
+    """How many: 0, 1, …"""
+    amounts: Amounts = Amounts()
+    how: How = How()
+    where: Where = Where()
+
+
+def main_train(arguments: Sequence[str] | None = None) -> None:
+    """`seng train`."""
+    options, command = parsed(Train, "train", arguments)
+    try:
+        todo = runs(task(options.task), [options.optimizer], [options.seed], options.amounts, options.how, options.where.out)
+        go(todo, options.where, options.how, command)
+    except ValueError as wrong:
+        sys.exit(f"seng train: {wrong}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`seng compare`."""
+    options, command = parsed(Compare, "compare", arguments)
+    try:
+        if options.seeds < 1 or not options.optimizers:
+            raise ValueError("--seeds is a count of at least 1, and --optimizers names at least one")
+        names = list(dict.fromkeys(options.optimizers))
+        todo = runs(task(options.task), names, range(options.seeds), options.amounts, options.how, options.where.out)
+        go(todo, options.where, options.how, command)
+    except ValueError as wrong:
+        sys.exit(f"seng compare: {wrong}")

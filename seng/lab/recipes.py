@@ -1,0 +1,249 @@
+"""The optimizers that are compared, each with its defaults and with what a search may vary: SENG, ours and the paper's; SGD,
+Adam, AdamW and Muon of torch; our K-FAC; SOAP and Shampoo of pytorch_optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+import seng
+from seng import schedules
+from seng.lab.muon import MuonAndAdamW
+from seng.lab.recipe import Between, OneOf, Recipe, Space, Steps
+from seng.preconditioner import DAMPING, REFRESH_EVERY
+
+
+def _fused(model: nn.Module) -> bool | None:
+    return next(model.parameters()).is_cuda or None
+
+
+@dataclass(frozen=True)
+class SGD(Recipe):
+    """With momentum."""
+
+    momentum: float = 0.9
+    nesterov: bool = True
+    name: ClassVar[str] = "sgd"
+    space: ClassVar[Space] = {"lr": Between(1e-2, 1.0), "weight_decay": Between(1e-4, 2e-3)}
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        return torch.optim.SGD(
+            model.parameters(),
+            self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            fused=_fused(model),
+        )
+
+
+@dataclass(frozen=True)
+class Adam(Recipe):
+    """Kingma and Ba; weight decay is added to the gradient."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    name: ClassVar[str] = "adam"
+    space: ClassVar[Space] = {"lr": Between(1e-4, 1e-2), "weight_decay": Between(1e-5, 5e-4)}
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        betas = self.beta1, self.beta2
+        return torch.optim.Adam(model.parameters(), self.lr, betas, self.eps, self.weight_decay, fused=_fused(model))
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """With decoupled weight decay."""
+
+    weight_decay: float = 5e-2
+    name: ClassVar[str] = "adamw"
+    space: ClassVar[Space] = {"lr": Between(3e-4, 1e-2), "weight_decay": Between(1e-3, 0.5)}
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        betas = self.beta1, self.beta2
+        return torch.optim.AdamW(model.parameters(), self.lr, betas, self.eps, self.weight_decay, fused=_fused(model))
+
+
+@dataclass(frozen=True)
+class Muon(Recipe):
+    """torch's, beside AdamW for the head, norms and biases."""
+
+    lr: float = 3e-3
+    weight_decay: float = 5e-2
+    momentum: float = 0.95
+    name: ClassVar[str] = "muon"
+    space: ClassVar[Space] = {"lr": Between(3e-4, 3e-2), "weight_decay": Between(1e-3, 0.5)}
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        return MuonAndAdamW(model, self.lr, self.weight_decay, self.momentum, fused=_fused(model))
+
+
+@dataclass(frozen=True)
+class SOAP(Recipe):
+    """Of pytorch_optimizer."""
+
+    lr: float = 3e-3
+    weight_decay: float = 5e-2
+    beta1: float = 0.95
+    beta2: float = 0.95
+    refresh_every: int = 10
+    name: ClassVar[str] = "soap"
+    space: ClassVar[Space] = {"lr": Between(3e-4, 3e-2), "weight_decay": Between(1e-3, 0.5)}
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        from pytorch_optimizer import SOAP
+
+        soap: Steps = SOAP(
+            model.parameters(),
+            self.lr,
+            (self.beta1, self.beta2),
+            weight_decay=self.weight_decay,
+            precondition_frequency=self.refresh_every,
+            max_precondition_dim=2048,
+        )
+        return soap
+
+
+@dataclass(frozen=True)
+class Shampoo(Recipe):
+    """Of pytorch_optimizer, the scalable one, grafted to SGD's lengths."""
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    beta2: float = 0.999
+    refresh_every: int = 50
+    name: ClassVar[str] = "shampoo"
+    space: ClassVar[Space] = {"lr": Between(1e-2, 1.0), "weight_decay": Between(1e-4, 2e-3)}
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        from pytorch_optimizer import ScalableShampoo
+
+        shampoo: Steps = ScalableShampoo(
+            model.parameters(),
+            self.lr,
+            (self.momentum, self.beta2),
+            weight_decay=self.weight_decay,
+            preconditioning_compute_steps=self.refresh_every,
+        )
+        return shampoo
+
+
+@dataclass(frozen=True)
+class Damped(SGD):
+    """What K-FAC and SENG share: λ₀·γ^(epoch/10), and a refresh of the curvature every so many steps."""
+
+    damping: float = DAMPING
+    damping_gamma: float = 1.0
+    refresh_every: int = REFRESH_EVERY
+
+    def damping_at(self, epoch: float) -> float | None:
+        return schedules.damping(epoch, self.damping, self.damping_gamma)
+
+
+@dataclass(frozen=True)
+class KFAC(Damped):
+    """Ours; its step is (M + λI)⁻¹g, so that lr/λ is what lr is to SGD."""
+
+    lr: float = 0.03
+    damping: float = 0.3
+    average: float = 0.95  # of the factors, from refresh to refresh
+    name: ClassVar[str] = "kfac"
+    space: ClassVar[Space] = {
+        "lr": Between(1e-3, 0.3),
+        "weight_decay": Between(1e-4, 2e-3),
+        "damping": Between(3e-3, 3.0),
+    }
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        return seng.KFAC(
+            model,
+            self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            damping=self.damping,
+            refresh_every=self.refresh_every,
+            decay=self.average,
+        )
+
+
+@dataclass(frozen=True)
+class SENG(Damped):
+    """Ours, with the library's defaults where it has them."""
+
+    damping: float = DAMPING
+    relative_damping: bool = True
+    samples: int | None = None
+    rank: int | None = 16
+    average: float = 0.8  # of the curvature, from refresh to refresh
+    combine: Literal["exact", "independent"] = "exact"
+    form: Literal["auto", "explicit", "implicit", "merged"] = "auto"
+    name: ClassVar[str] = "seng"
+    space: ClassVar[Space] = {
+        "lr": Between(1e-2, 1.0),
+        "weight_decay": Between(1e-4, 2e-3),
+        "damping": Between(1e-3, 1.0),
+    }
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        curvature = seng.Curvature(
+            self.form,
+            samples=self.samples,
+            rank=self.rank,
+            decay=self.average,
+            combine=self.combine,
+            relative_damping=self.relative_damping,
+        )
+        return seng.SENG(
+            model,
+            self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            damping=self.damping,
+            refresh_every=self.refresh_every,
+            curvature=curvature,
+        )
+
+
+@dataclass(frozen=True)
+class PaperSENG(SENG):
+    """The paper's: absolute λ, each refresh replaces the last, every 200 steps, eq. 23 for the large layers.
+
+    In `units="sgd"` its lr is the paper's lr/λ and its weight decay the paper's times λ, which for λ near 1 is about the same.
+    """
+
+    damping: float = 1.0
+    relative_damping: bool = False
+    nesterov: bool = False
+    refresh_every: int = 200
+    average: float = 0.0
+    combine: Literal["exact", "independent"] = "independent"
+    floor: float = schedules.FLOOR
+    name: ClassVar[str] = "seng-paper"
+    space: ClassVar[Space] = {
+        "lr": Between(1e-2, 1.0),
+        "weight_decay": OneOf((5e-4, 2e-4, 1e-4)),
+        "damping": OneOf((0.8, 1.0, 1.2)),
+        "schedule": OneOf(("cosine", "exp")),
+    }
+
+
+RECIPES: dict[str, type[Recipe]] = {kind.name: kind for kind in (SENG, PaperSENG, SGD, Adam, AdamW, KFAC, Muon, SOAP, Shampoo)}
+
+
+def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe of an optimizer, with some of its fields changed."""
+    if name not in RECIPES:
+        near = get_close_matches(name, RECIPES, 2, 0.4)
+        meant = f" did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"there is no optimizer {name!r}:{meant} there are {', '.join(RECIPES)}")
+    return RECIPES[name]().with_(changes or {})

@@ -1,0 +1,70 @@
+"""What is run: a task, a recipe, a seed and how long. A value, so that a run that is there already can be recognised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seng.lab import results
+from seng.lab.recipe import Recipe
+from seng.lab.tasks import Task
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and how."""
+
+    task: Task
+    recipe: Recipe
+    seed: int = 0
+    epochs: float | None = None  # None: the task's
+    batch: int | None = None
+    label: str = ""  # tells apart runs of one optimizer, such as T20 or b1024
+    compile: bool = False
+    stop: bool = True  # at the target
+    tuning: dict[str, Any] | None = None  # how many trials chose the recipe, and in which study
+
+    @property
+    def budget(self) -> float:
+        """Epochs."""
+        return self.task.epochs if self.epochs is None else self.epochs
+
+    @property
+    def size(self) -> int:
+        """Of a batch."""
+        return self.task.batch if self.batch is None else self.batch
+
+    @property
+    def name(self) -> str:
+        """The optimizer's, with the label."""
+        return self.recipe.name + (f"-{self.label}" if self.label else "")
+
+    def path(self, folder: Path) -> Path:
+        """Where its results go."""
+        return results.path_of(folder, self.task.name, self.recipe.name, self.label, self.seed)
+
+    def head(self, device: torch.device) -> dict[str, Any]:
+        """What says which run it is: all that decides its numbers but for the machine."""
+        problem = self.task.problem
+        settings = {
+            "epochs": float(self.budget),
+            "batch": self.size,
+            "amp": device.type == "cuda",
+            "compile": self.compile,
+            "channels_last": self.task.convolutional and device.type == "cuda",
+        }
+        return {
+            "format": results.FORMAT,
+            "task": self.task.name,
+            "optimizer": self.recipe.name,
+            "label": self.label,
+            "seed": self.seed,
+            "recipe": self.recipe.values(),
+            "run": settings,
+            "target": self.task.target,
+            "metric_name": problem.metric,
+            "higher_is_better": problem.higher_is_better,
+        }
