@@ -1,4 +1,4 @@
-# make demo: SENG, SGD and Adam side by side.  make test: everything that must hold before a commit.
+# make demo: SENG, SGD, Adam and K-FAC side by side.  make test: everything that must hold before a commit.
 # Both make the same environment in .venv first, once, from pinned versions. Python 3.11 or newer.
 
 PYTHON ?= python3

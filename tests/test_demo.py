@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import seng
 from seng.lab import demo, models
 
 RESNET18 = (
@@ -83,9 +84,28 @@ def test_every_optimizer_starts_alike_and_sees_the_same_batches() -> None:
             assert torch.equal(p, q)
 
 
-def test_every_learning_rate_is_of_its_grid_and_every_grid_has_the_same_size() -> None:
-    assert all(recipe.lr in recipe.grid for recipe in demo.RECIPES)
-    assert {len(recipe.grid) for recipe in demo.RECIPES} == {5}
+def test_every_learning_rate_is_inside_its_grid_and_every_grid_has_the_same_size() -> None:
+    assert [recipe.name for recipe in demo.RECIPES] == ["SENG", "SGD", "Adam", "K-FAC"]
+    for recipe in demo.RECIPES:
+        assert recipe.lr in recipe.grid[1:-1], recipe.name  # at the edge the search would not be over
+        assert [b / a for a, b in pairwise(recipe.grid)] == pytest.approx([2] * 4), recipe.name
+
+
+def test_the_lines_can_be_told_apart() -> None:
+    assert len({recipe.colour for recipe in demo.RECIPES}) == len({recipe.line for recipe in demo.RECIPES}) == 4
+
+
+def test_kfac_covers_every_layer_but_the_norms_and_does_not_warn() -> None:  # our warnings are errors here
+    run = demo.Run(demo.RECIPES[-1], 0, demo.digits(), 1)
+    with torch.no_grad():
+        before = [p.clone() for p in run.model.parameters()]
+    run.lap()
+    assert isinstance(run.optimizer, seng.KFAC)
+    kinds = (nn.Conv2d, nn.Linear)
+    covered = {layer.weight for layer in run.model.modules() if isinstance(layer, kinds)}
+    with_factors = {p for p, state in run.optimizer.state.items() if len(state) > 1}  # beside momentum
+    assert with_factors == covered
+    assert all(not torch.equal(p, old) for p, old in zip(run.model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--seeds", "0"], ["--epoch-count", "3"]])
