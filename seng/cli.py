@@ -11,7 +11,7 @@ COMMANDS = {  # word -> the module and the function in it that does it, and what
     "demo": ("seng.lab.demo", "main", "SENG, SGD, Adam and K-FAC train a small network side by side, in half a minute"),
     "train": ("seng.lab.compare", "main_train", "train one optimizer on a task"),
     "compare": ("seng.lab.compare", "main", "train several optimizers on a task, each with several seeds"),
-    "tune": ("seng.lab.tune", "main", "search for each optimizer's recipe, with equal budgets"),
+    "tune": ("seng.lab.tuning.command", "main", "search for each optimizer's recipe, with equal budgets"),
     "report": ("seng.lab.report.command", "main", "one page with all results, and pictures of them"),
     "reproduce": ("seng.lab.reproduce", "main", "the paper's tables with ours beside them"),
     "data": ("seng.lab.datasets.command", "main", "get a data set, verified"),

@@ -290,11 +290,20 @@ def test_a_tuned_recipe_is_taken_and_counted(tmp_path):
     tuned = {"seng": {"recipe": {"lr": 0.07}, "trials": 24, "study": "digits-cnn-seng"}}
     (tmp_path / "digits-cnn" / "tuned.json").write_text(json.dumps(tuned))
     made, tuning = compare.chosen(QUICK, "seng", compare.How(), tmp_path)
-    assert made.lr == 0.07 and tuning == {"trials": 24, "study": "digits-cnn-seng"}
+    assert made.lr == 0.07 and tuning == {"trials": 24, "study": "digits-cnn-seng", "epochs": None, "batch": None}
     made, tuning = compare.chosen(QUICK, "seng", compare.How(set=("damping=0.5",)), tmp_path)
     assert made.lr == 0.07 and made.damping == 0.5 and tuning is None  # it is not what was tuned any more
+    tuned["seng-T5"] = {**tuned["seng"], "recipe": {"lr": 0.09}, "epochs": 5.0, "batch": 64}
+    (tmp_path / "digits-cnn" / "tuned.json").write_text(json.dumps(tuned))
+    assert compare.chosen(QUICK, "seng", compare.How(label="T5"), tmp_path)[0].lr == 0.09
     made, tuning = compare.chosen(QUICK, "seng", compare.How(untuned=True), tmp_path)
     assert made.lr == 0.1 and tuning is None
+
+
+def test_schedules_in_epochs_shrink_with_the_budget():
+    whole, short = (task("imagenet-resnet50").recipe("seng-paper", epochs) for epochs in (76, 7.6))
+    assert (whole.schedule_epochs, whole.warmup) == (60, 5) and (short.schedule_epochs, short.warmup) == pytest.approx((6, 0.5))
+    assert whole.lr_at(30, 76) == pytest.approx(short.lr_at(3, 7.6))
 
 
 @pytest.mark.parametrize("name", TASKS)

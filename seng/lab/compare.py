@@ -91,21 +91,24 @@ def changes(given: Sequence[str], optimizer: str) -> dict[str, Any]:
     return found
 
 
-def chosen(what: Task, optimizer: str, how: How, out: Path) -> tuple[Recipe, dict[str, Any] | None]:
-    """The recipe, and how it was tuned."""
+def chosen(
+    what: Task, optimizer: str, how: How, out: Path, epochs: float | None = None
+) -> tuple[Recipe, dict[str, Any] | None]:
+    """The recipe, and how it was tuned; what was tuned under the same label comes first."""
     path = out / what.name / TUNED
-    tuned = json.loads(path.read_text()).get(optimizer) if path.exists() and not how.untuned else None
-    base = recipe(optimizer, dict(what.recipes.get(optimizer, {})))
+    known = json.loads(path.read_text()) if path.exists() and not how.untuned else {}
+    tuned = known.get(f"{optimizer}-{how.label}") or known.get(optimizer)
+    base = what.recipe(optimizer, what.epochs if epochs is None else epochs)
     if tuned is not None:
         base = base.with_(tuned["recipe"])
     given = changes(how.set, optimizer)
-    tuning = {"trials": tuned["trials"], "study": tuned["study"]} if tuned and not given else None
-    return base.with_(given), tuning
+    kept = ("trials", "study", "epochs", "batch")
+    return base.with_(given), {name: tuned.get(name) for name in kept} if tuned and not given else None
 
 
 def runs(what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: Amounts, how: How, out: Path) -> list[Run]:
     """Everything that is to be run, seed after seed."""
-    recipes = {name: chosen(what, name, how, out) for name in optimizers}
+    recipes = {name: chosen(what, name, how, out, amounts.epochs) for name in optimizers}
     common: dict[str, Any] = {"label": how.label, "compile": how.compile, "stop": amounts.stop}
     return [
         Run(what, recipes[name][0], seed, amounts.epochs, amounts.batch, tuning=recipes[name][1], **common)
@@ -145,6 +148,11 @@ def _writer(folder: Path | None, run: Run) -> Any:
 def go(todo: Sequence[Run], where: Where, how: How, command: str) -> None:
     """Run, and show the standings."""
     with Standings(todo) as standings:
+        for name, run in {run.name: run for run in todo}.items():
+            tuned = run.tuning or {}
+            for what, value in (("epochs", run.budget), ("batch", run.size)):
+                if tuned.get(what) not in (None, value):
+                    standings.say(f"{name}: its recipe was tuned with {what} {tuned[what]:g} and now runs with {value:g}")
         try:
             for run, line in carried_out(todo, where, how, command):
                 standings.tell(run, line)

@@ -52,7 +52,7 @@ class Adam(Recipe):
     beta2: float = 0.999
     eps: float = 1e-8
     name: ClassVar[str] = "adam"
-    space: ClassVar[Space] = {"lr": Between(1e-4, 1e-2), "weight_decay": Between(1e-5, 5e-4)}
+    space: ClassVar[Space] = {"lr": Between(1e-4, 1e-2), "weight_decay": Between(1e-5, 2e-3)}
 
     def optimizer(self, model: nn.Module) -> Steps:
         betas = self.beta1, self.beta2
@@ -232,7 +232,7 @@ class PaperSENG(SENG):
     space: ClassVar[Space] = {
         "lr": Between(1e-2, 1.0),
         "weight_decay": OneOf((5e-4, 2e-4, 1e-4)),
-        "damping": OneOf((0.8, 1.0, 1.2)),
+        "damping": Between(0.5, 2.0),
         "schedule": OneOf(("cosine", "exp")),
     }
 

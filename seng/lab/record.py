@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 import seng
 
 
+@cache
 def commit() -> str:
     """The commit, marked where the tree differs from it; a machine without the history is told by SENG_COMMIT."""
     told = os.environ.get("SENG_COMMIT")

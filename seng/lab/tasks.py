@@ -12,8 +12,11 @@ from torch import nn
 from seng.lab import models
 from seng.lab.datasets.augment import Augment
 from seng.lab.problems import Classification, Language, Problem, Reconstruction
+from seng.lab.recipe import Recipe
+from seng.lab.recipes import recipe
 
 PLAIN = Augment()
+LENGTHS = ("schedule_epochs", "warmup")  # fields of recipes that are in epochs
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,38 @@ class Task:
     recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # optimizer -> fields that differ from its defaults
     evaluations: int = 1  # per epoch
 
+    def recipe(self, optimizer: str, epochs: float) -> Recipe:
+        """An optimizer's recipe for this task, in a budget of so many epochs."""
+        return recipe(optimizer, dict(self.recipes.get(optimizer, {}))).with_(self.lengths(optimizer, epochs))
+
+    def lengths(self, optimizer: str, epochs: float) -> dict[str, Any]:
+        """Its fields that are in epochs: another budget than the task's shortens or lengthens them."""
+        known = self.recipes.get(optimizer, {})
+        return {name: self.length(name, known[name], epochs) for name in LENGTHS if known.get(name)}
+
+    def length(self, name: str, length: float, epochs: float) -> float | None:
+        """One of them; None where a schedule is as long as the run."""
+        scaled = length * epochs / self.epochs
+        return None if name == "schedule_epochs" and scaled == epochs else scaled
+
 
 SHIFTED = Augment(crop=4, flip=True)
 PAPER_RESNET18 = {"damping": 1.0, "schedule": "exp", "rate": 5.0, "schedule_epochs": 75.0}  # from the middle of its grids
 PAPER_VGG16 = {"damping": 2.0, "schedule": "exp", "rate": 5.0, "schedule_epochs": 75.0}
 IMAGENET = {"lr": 0.145 / 0.17, "damping": 0.17, "schedule": "exp", "rate": 6.0, "schedule_epochs": 60.0, "warmup": 5.0}
+
+
+AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so its gradients are large
+    "seng": {"lr": 0.003, "damping": 0.1},
+    "seng-paper": {"lr": 0.003},
+    "sgd": {"lr": 0.003},
+    "adam": {"lr": 0.002},
+    "adamw": {"lr": 0.002},
+    "kfac": {"lr": 0.01, "damping": 3.0},
+    "muon": {},
+    "soap": {},
+    "shampoo": {"lr": 0.003},
+}
 
 
 def _paper(name: str, data: str, build: Callable[[int], nn.Module], target: float, augment: Augment, paper: Any) -> Task:
@@ -53,6 +83,7 @@ TASKS = {
             problem=Reconstruction(),
             convolutional=False,
             evaluations=2,
+            recipes={name: {"weight_decay": 0.0, **fields} for name, fields in AUTOENCODER.items()},
         ),
         Task("fashion-cnn", "fashion-mnist", models.fashion_cnn, 0.91, 10, batch=128),
         _paper("cifar10-resnet18", "cifar10", models.resnet18, 0.94, SHIFTED, PAPER_RESNET18),

@@ -1,0 +1,1 @@
+"""`seng tune`: a search for each optimizer's recipe with equal budgets, on Optuna, which never sees the test set."""
