@@ -79,7 +79,7 @@ TASKS = {
     for task in (
         Task("digits-cnn", "digits", lambda classes: models.digits_cnn(), 0.98, 12, batch=64, evaluations=2),
         Task(
-            *("mnist-autoencoder", "mnist", lambda classes: models.autoencoder(), 8.0, 10),
+            *("mnist-autoencoder", "mnist", lambda classes: models.autoencoder(), 25.0, 10),
             problem=Reconstruction(),
             convolutional=False,
             evaluations=2,
