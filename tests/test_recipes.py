@@ -120,8 +120,24 @@ def test_what_is_wrong_is_refused(name, changes, said):
         recipe(name, changes)
 
 
+def test_muon_moves_kernels_in_either_memory_format_alike():
+    ends = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        kernel = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(80, 2)).float().to(memory_format=layout)
+        opt = MuonAndAdamW(kernel, lr=0.1)
+        x = torch.randn(8, 3, 6, 6, dtype=torch.float32, generator=torch.Generator().manual_seed(1))
+        for _ in range(3):
+            opt.zero_grad()
+            kernel(x.to(memory_format=layout)).square().mean().backward()
+            opt.step()
+        assert opt.matrices[0].data_ptr() == kernel[0].weight.data_ptr()  # a view: the network itself has moved
+        ends.append(kernel[0].weight.detach().contiguous())
+    torch.testing.assert_close(*ends, rtol=1e-2, atol=2e-3)  # its iteration is in bfloat16
+
+
 def test_muon_takes_kernels_and_matrices_and_adamw_the_rest():
-    model = network().to(memory_format=torch.channels_last)
+    model = network()
     opt = MuonAndAdamW(model)
     assert [tuple(m.shape) for m in opt.matrices] == [(4, 9), (12, 144)]
     inside = {p for group in opt.adamw.param_groups for p in group["params"]}

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,13 @@ def lines_of(run: Run, folder: Path, seconds: float | None = None, most: int = 1
     return out
 
 
+def test_again_begins_anew_even_where_it_was_interrupted(tmp_path):
+    whole = lines_of(run_of(), tmp_path / "whole")
+    lines_of(run_of(), tmp_path, 0.0, 4)
+    lines_of(run_of(), tmp_path, 1e9, 1, again=True)  # interrupted before it saved anything
+    assert numbers(lines_of(run_of(), tmp_path, 0.0)) == numbers(whole)
+
+
 def numbers(lines):
     return [(line["step"], line["epoch"], line["train_loss"], line["loss"], line["metric"], line["state"]) for line in lines]
 
@@ -67,6 +75,7 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path, name):
         torch.manual_seed(123)  # another process
         rest = lines_of(run_of(name), tmp_path / str(most), 0.0)
         assert numbers(rest) == numbers(whole)
+        assert all(a["seconds"] < b["seconds"] for a, b in pairwise(rest))  # the clock goes on as well
         (seen,), skipped = results.read(tmp_path / str(most))
         assert [p.step for p in seen.points] == [line["step"] for line in whole] and not skipped
         assert not (tmp_path / str(most) / "checkpoint.pt").exists()
@@ -108,9 +117,25 @@ def test_optimizers_see_the_same_batches_and_seeds_do_not():
     assert not all(torch.equal(a, b) for a, b in zip(seen["sgd", 0], seen["sgd", 1], strict=True))
 
 
+def test_compiled_runs_after_one_another_train_as_others_do(tmp_path, monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: real(model, backend="aot_eager"))
+    plain = replace(
+        QUICK, build=lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, classes))
+    )
+    short = replace(plain, epochs=0.5)
+    for name in ("sgd", "seng", "seng"):
+        eager, compiled = (
+            lines_of(run_of(name, what=short, compile=each, label=f"{each}"), tmp_path, again=True) for each in (False, True)
+        )
+        assert compiled[-1]["train_loss"] == pytest.approx(eager[-1]["train_loss"], rel=1e-4)
+
+
 def test_it_stops_at_the_target_unless_told_otherwise(tmp_path):
     easy = replace(QUICK, target=0.2)
     assert lines_of(run_of(what=easy), tmp_path)[-1]["state"] == "target"
+    with pytest.raises(ValueError, match="another run"):  # what stopped at the target is not a whole run
+        lines_of(run_of(what=easy, stop=False), tmp_path)
     assert lines_of(run_of(what=easy, stop=False, label="whole"), tmp_path)[-1]["state"] == "finished"
 
 
@@ -129,7 +154,14 @@ def test_evaluation_and_checkpoints_are_not_timed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Training, "_evaluate", slow)
     monkeypatch.setattr(Training, "_step", timed)
-    lines = lines_of(run_of(), tmp_path)
+    saved = Training.saved
+
+    def slowly(self):
+        now[0] += 1000.0
+        return saved(self)
+
+    monkeypatch.setattr(Training, "saved", slowly)
+    lines = lines_of(run_of(), tmp_path, 0.0)
     assert all(line["seconds"] == line["step"] for line in lines)
 
 
@@ -149,6 +181,17 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    real = torch.save
+    for broken in ("save", "fsync"):  # torch's writer raises a RuntimeError, the system an OSError
+
+        def cut(*args):
+            real(*args)
+            raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 768 vs 662")
+
+        monkeypatch.setattr(torch, "save", cut) if broken == "save" else monkeypatch.setattr(os, "fsync", full)
+        with pytest.warns(UserWarning, match="could not be written .*; the one before stays"):
+            assert not checkpoint.save(lambda: {"head": {}, "x": torch.zeros(3)})
+        monkeypatch.undo()
     monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(UserWarning, match="could not be written .*No space left on device.*the one before stays"):
         assert not checkpoint.save(lambda: {"head": {}, "x": torch.zeros(3)})
@@ -277,6 +320,12 @@ def test_ctrl_c_ends_with_how_to_go_on(tmp_path, capsys, monkeypatch):
         (["digits-cnn", "--set", "lr"], "--set takes field=value"),
         (["digits-cnn", "--set", "sdg.lr=1"], "there is no optimizer 'sdg'"),
         (["digits-cnn", "--label", "a/b"], "the label 'a/b'"),
+        (["digits-cnn", "--label", "paper"], "would make seng-paper of it"),
+        (["digits-cnn", "--batch", "0"], "--epochs and --batch are positive, not 12 and 0"),
+        (["digits-cnn", "--epochs", "-1"], "--epochs and --batch are positive"),
+        (["digits-cnn", "--set", "lr=inf"], "lr is a number, not 'inf'"),
+        (["digits-cnn", "--set", "adam.lr=1"], "is for an optimizer that does not run here"),
+        (["digits-cnn", "--device", "cud"], "--device is cpu or cuda"),
     ],
 )
 def test_what_is_wrong_on_the_command_line(words, said, tmp_path):
@@ -296,6 +345,12 @@ def test_a_tuned_recipe_is_taken_and_counted(tmp_path):
     tuned["seng-T5"] = {**tuned["seng"], "recipe": {"lr": 0.09}, "epochs": 5.0, "batch": 64}
     (tmp_path / "digits-cnn" / "tuned.json").write_text(json.dumps(tuned))
     assert compare.chosen(QUICK, "seng", compare.How(label="T5"), tmp_path)[0].lr == 0.09
+    tuned["sgd"] = {**tuned["seng"], "recipe": {"schedule": "exp", "schedule_epochs": 2.0}, "epochs": 1.5}
+    (tmp_path / "digits-cnn" / "tuned.json").write_text(json.dumps(tuned))
+    assert compare.chosen(QUICK, "sgd", compare.How(), tmp_path)[0].schedule_epochs == 4.0  # 3 epochs instead of 1.5
+    (tmp_path / "digits-cnn" / "tuned.json").write_text('{"seng": {"rec')
+    with pytest.raises(ValueError, match="tuned.json cannot be read"):
+        compare.chosen(QUICK, "seng", compare.How(), tmp_path)
     made, tuning = compare.chosen(QUICK, "seng", compare.How(untuned=True), tmp_path)
     assert made.lr == 0.1 and tuning is None
 

@@ -23,17 +23,16 @@ class Checkpoint:
         """Write what `state` gives, if it is time; whether it did. A disk that is full keeps the last one and warns."""
         if monotonic() - self.last < self.seconds:
             return False
+        whole = state()
         half = self.path.with_name(f"{self.path.name}.{os.getpid()}.half")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with half.open("wb") as file:
-                torch.save(state(), file)
+                torch.save(whole, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(half, self.path)
         except (OSError, RuntimeError) as why:  # torch reports a full disk as either
-            if isinstance(why, RuntimeError) and "write" not in str(why):
-                raise
             kept = "the one before stays" if self.path.exists() else "there is none yet"
             warnings.warn(f"seng: the checkpoint {self.path} could not be written ({why}); {kept}", stacklevel=2)
             return False

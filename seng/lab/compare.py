@@ -25,8 +25,8 @@ from seng.lab.recipes import RECIPES, recipe
 from seng.lab.run import Run
 from seng.lab.standings import Standings
 from seng.lab.streams import open_data
-from seng.lab.tasks import Task, task
-from seng.lab.train import Training, train
+from seng.lab.tasks import LENGTHS, Task, task
+from seng.lab.train import Training, train, warm_up
 
 TUNED = "tuned.json"  # beside a task's results: what `seng tune` found
 
@@ -96,11 +96,16 @@ def chosen(
 ) -> tuple[Recipe, dict[str, Any] | None]:
     """The recipe, and how it was tuned; what was tuned under the same label comes first."""
     path = out / what.name / TUNED
-    known = json.loads(path.read_text()) if path.exists() and not how.untuned else {}
+    budget = what.epochs if epochs is None else epochs
+    try:
+        known = json.loads(path.read_text()) if path.exists() and not how.untuned else {}
+    except ValueError as wrong:
+        raise ValueError(f"{path} cannot be read ({wrong}): run seng tune again, which writes it, or give --untuned") from None
     tuned = known.get(f"{optimizer}-{how.label}") or known.get(optimizer)
-    base = what.recipe(optimizer, what.epochs if epochs is None else epochs)
+    base = what.recipe(optimizer, budget)
     if tuned is not None:
-        base = base.with_(tuned["recipe"])
+        scale = budget / tuned.get("epochs", budget)  # a schedule that was searched in a shorter run
+        base = base.with_({k: v * scale if k in LENGTHS and v else v for k, v in tuned["recipe"].items()})
     given = changes(how.set, optimizer)
     kept = ("trials", "study", "epochs", "batch")
     return base.with_(given), {name: tuned.get(name) for name in kept} if tuned and not given else None
@@ -108,6 +113,10 @@ def chosen(
 
 def runs(what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: Amounts, how: How, out: Path) -> list[Run]:
     """Everything that is to be run, seed after seed."""
+    for text in how.set:
+        if "." in (key := text.partition("=")[0]) and key.rpartition(".")[0] not in optimizers:
+            recipe(key.rpartition(".")[0])  # says what there is
+            raise ValueError(f"--set {text} is for an optimizer that does not run here: there are {', '.join(optimizers)}")
     recipes = {name: chosen(what, name, how, out, amounts.epochs) for name in optimizers}
     common: dict[str, Any] = {"label": how.label, "compile": how.compile, "stop": amounts.stop}
     return [
@@ -117,17 +126,30 @@ def runs(what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: A
     ]
 
 
+def device_of(name: str | None) -> torch.device:
+    """By its name; where none is given, a GPU if there is one."""
+    kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind.split(":")[0] not in ("cpu", "cuda") or (kind.startswith("cuda") and not torch.cuda.is_available()):
+        raise ValueError(f"--device is cpu or cuda, and cuda needs a GPU that torch sees; given: {kind}")
+    return torch.device(kind)
+
+
 def carried_out(todo: Sequence[Run], where: Where, how: How, command: str) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Each line of each run as it comes."""
-    device = torch.device(where.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(where.device)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
     data = open_data(todo[0].task.data, where.data)
+    warm: set[str] = set()
     for run in todo:
+        if device.type == "cuda" and run.recipe.name not in warm:
+            warm_up(run, data, device)
+            warm.add(run.recipe.name)
         training = Training(run, data, device, command)
         place = where.out / run.task.name / "checkpoints" / f"{run.path(where.out).stem}.pt"
         writer = _writer(where.tensorboard, run)
-        for line in train(training, where.out, Checkpoint(place, how.checkpoint), how.again):
+        checkpoint = Checkpoint(place, how.checkpoint) if run.recipe.resumable else None
+        for line in train(training, where.out, checkpoint, how.again):
             for name in ("train_loss", "loss", "metric") if writer else ():
                 if line[name] is not None:
                     writer.add_scalar(name, line[name], line["step"], line["seconds"])
@@ -153,14 +175,18 @@ def go(todo: Sequence[Run], where: Where, how: How, command: str) -> None:
             for what, value in (("epochs", run.budget), ("batch", run.size)):
                 if tuned.get(what) not in (None, value):
                     standings.say(f"{name}: its recipe was tuned with {what} {tuned[what]:g} and now runs with {value:g}")
+        budgets = {run.name: (run.tuning or {}).get("trials", 0) for run in todo}
+        if len(set(budgets.values())) > 1:
+            told = ", ".join(f"{name} {trials}" for name, trials in budgets.items())
+            standings.say(f"these recipes were chosen by different numbers of trials: {told}")
         try:
             for run, line in carried_out(todo, where, how, command):
                 standings.tell(run, line)
         except KeyboardInterrupt:
-            standings.say(f"interrupted; the same command goes on from here: {command}")
+            standings.say(f"interrupted; the same command goes on from here: {command.replace(' --again', '')}")
             sys.exit(130)
-        except DataError as missing:
-            sys.exit(f"seng: {missing}")
+        except (DataError, OSError) as wrong:
+            sys.exit(f"seng: {wrong}")
     standings.say(f"results: {where.out / todo[0].task.name}; seng report {where.out} draws them")
 
 

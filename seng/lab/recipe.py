@@ -6,6 +6,7 @@ lr and damping follow the paper's schedules (seng.schedules): linear warm-up, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
@@ -62,6 +63,7 @@ class Recipe:
     warmup_lr: float = 0.0  # where the warm-up starts
     name: ClassVar[str]
     space: ClassVar[Space] = {}
+    resumable: ClassVar[bool] = True  # whether its state is tensors and numbers, which a checkpoint holds
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -125,7 +127,7 @@ def _checked(recipe: Recipe, name: str, value: Any, hint: Any) -> Any:
         number = kind(value)
     except (TypeError, ValueError):
         raise ValueError(said.format("a number" if kind is float else "a whole number")) from None
-    if isinstance(value, bool) or number != number or (kind is int and number != float(value)):
+    if isinstance(value, bool) or not math.isfinite(number) or (kind is int and number != float(value)):
         raise ValueError(said.format("a number" if kind is float else "a whole number"))
     if number < 0:
         raise ValueError(said.format("not negative"))

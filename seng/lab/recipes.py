@@ -30,7 +30,7 @@ class SGD(Recipe):
     momentum: float = 0.9
     nesterov: bool = True
     name: ClassVar[str] = "sgd"
-    space: ClassVar[Space] = {"lr": Between(1e-2, 1.0), "weight_decay": Between(1e-4, 2e-3)}
+    space: ClassVar[Space] = {"lr": Between(1e-3, 1.0), "weight_decay": Between(1e-4, 2e-3)}
 
     def optimizer(self, model: nn.Module) -> Steps:
         return torch.optim.SGD(
@@ -52,7 +52,7 @@ class Adam(Recipe):
     beta2: float = 0.999
     eps: float = 1e-8
     name: ClassVar[str] = "adam"
-    space: ClassVar[Space] = {"lr": Between(1e-4, 1e-2), "weight_decay": Between(1e-5, 2e-3)}
+    space: ClassVar[Space] = {"lr": Between(1e-4, 1e-1), "weight_decay": Between(1e-5, 2e-3)}
 
     def optimizer(self, model: nn.Module) -> Steps:
         betas = self.beta1, self.beta2
@@ -121,6 +121,7 @@ class Shampoo(Recipe):
     beta2: float = 0.999
     refresh_every: int = 50
     name: ClassVar[str] = "shampoo"
+    resumable: ClassVar[bool] = False
     space: ClassVar[Space] = {"lr": Between(1e-2, 1.0), "weight_decay": Between(1e-4, 2e-3)}
 
     def optimizer(self, model: nn.Module) -> Steps:
@@ -188,7 +189,7 @@ class SENG(Damped):
     form: Literal["auto", "explicit", "implicit", "merged"] = "auto"
     name: ClassVar[str] = "seng"
     space: ClassVar[Space] = {
-        "lr": Between(1e-2, 1.0),
+        "lr": Between(1e-3, 1.0),
         "weight_decay": Between(1e-4, 2e-3),
         "damping": Between(1e-3, 1.0),
     }
@@ -230,7 +231,7 @@ class PaperSENG(SENG):
     floor: float = schedules.FLOOR
     name: ClassVar[str] = "seng-paper"
     space: ClassVar[Space] = {
-        "lr": Between(1e-2, 1.0),
+        "lr": Between(1e-3, 1.0),
         "weight_decay": OneOf((5e-4, 2e-4, 1e-4)),
         "damping": Between(0.5, 2.0),
         "schedule": OneOf(("cosine", "exp")),

@@ -19,8 +19,9 @@ def commit() -> str:
     told = os.environ.get("SENG_COMMIT")
     if told:
         return told
+    here = os.path.dirname(os.path.abspath(__file__))  # not where the results go
     try:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=here)
     except FileNotFoundError:  # no git on this machine
         return "unknown"
     return git.stdout.strip() or "unknown"

@@ -10,6 +10,7 @@ import torch
 
 from seng.lab import results
 from seng.lab.recipe import Recipe
+from seng.lab.recipes import RECIPES
 from seng.lab.tasks import Task
 
 
@@ -26,6 +27,14 @@ class Run:
     compile: bool = False
     stop: bool = True  # at the target
     tuning: dict[str, Any] | None = None  # how many trials chose the recipe, and in which study
+
+    def __post_init__(self) -> None:
+        if self.budget <= 0 or self.size < 1:
+            raise ValueError(f"--epochs and --batch are positive, not {self.budget:g} and {self.size}")
+        if self.label and self.name in RECIPES:
+            raise ValueError(
+                f"the label {self.label!r} would make {self.name} of it, which is another optimizer: use another label"
+            )
 
     @property
     def budget(self) -> float:
@@ -55,6 +64,7 @@ class Run:
             "amp": device.type == "cuda",
             "compile": self.compile,
             "channels_last": self.task.convolutional and device.type == "cuda",
+            "stop": self.stop,
         }
         return {
             "format": results.FORMAT,

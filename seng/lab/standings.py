@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from types import TracebackType
@@ -20,6 +21,8 @@ class Standings:
 
     def __init__(self, todo: Sequence[Run], console: Console | None = None) -> None:
         self.todo, self.console = list(todo), console or Console()
+        if not self.console.is_terminal:
+            self.console.width = 120
         self.lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
         columns = TextColumn("{task.description}"), BarColumn(40), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn()
         self.progress = Progress(*columns, console=self.console)
@@ -80,10 +83,10 @@ class Standings:
             out.add_row(*row[1])
         return out
 
-    def _row(self, name: str) -> tuple[tuple[bool, float], list[str]]:
+    def _row(self, name: str) -> tuple[tuple[float, float], list[str]]:
         histories = [lines for (method, _), lines in self.lines.items() if method == name]
         if not histories:
-            return (True, 0.0), [name, "0", *["–"] * 8]
+            return (0.0, math.inf), [name, "0", *["–"] * 8]
         problem = self.todo[0].task.problem
         best = max if problem.higher_is_better else min
         metrics = [[line["metric"] for line in lines if line["metric"] is not None] or [float("nan")] for lines in histories]
@@ -103,7 +106,7 @@ class Standings:
             f"{len(there)}/{len(histories)}",
         ]
         order = fmean(hit["seconds"] for hit in there) if there else (-1 if problem.higher_is_better else 1) * metrics[0][-1]
-        return (not there, order), values
+        return (-len(there) / len(histories), order), values
 
 
 _ENDS = {"target": "the target is reached", "finished": "the budget is spent", "diverged": "it diverged"}

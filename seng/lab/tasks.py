@@ -51,9 +51,14 @@ class Task:
 
 
 SHIFTED = Augment(crop=4, flip=True)
-PAPER_RESNET18 = {"damping": 1.0, "schedule": "exp", "rate": 5.0, "schedule_epochs": 75.0}  # from the middle of its grids
-PAPER_VGG16 = {"damping": 2.0, "schedule": "exp", "rate": 5.0, "schedule_epochs": 75.0}
-IMAGENET = {"lr": 0.145 / 0.17, "damping": 0.17, "schedule": "exp", "rate": 6.0, "schedule_epochs": 60.0, "warmup": 5.0}
+# The paper's units are (M + λI)⁻¹g: its lr divided by λ, its weight decay times λ. From within its grids.
+EXP: dict[str, Any] = {"schedule": "exp", "rate": 5.0, "schedule_epochs": 75.0}
+PAPER_RESNET18 = {"lr": 0.1, "weight_decay": 5e-4, "damping": 1.0, **EXP}
+PAPER_VGG16 = {"lr": 0.1 / 2, "weight_decay": 5e-4 * 2, "damping": 2.0, **EXP}
+IMAGENET = {  # batch 256; the paper gives the rate and the length for batch 512
+    **{"lr": 0.145 / 0.17, "weight_decay": 5e-4 * 0.17, "damping": 0.17},
+    **{"schedule": "exp", "rate": 6.0, "schedule_epochs": 60.0, "warmup": 5.0},
+}
 
 
 AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so its gradients are large
@@ -63,7 +68,7 @@ AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so 
     "adam": {"lr": 0.002},
     "adamw": {"lr": 0.002},
     "kfac": {"lr": 0.01, "damping": 3.0},
-    "muon": {},
+    "muon": {},  # for the weight decay of 0 that all get
     "soap": {},
     "shampoo": {"lr": 0.003},
 }
@@ -71,7 +76,7 @@ AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so 
 
 def _paper(name: str, data: str, build: Callable[[int], nn.Module], target: float, augment: Augment, paper: Any) -> Task:
     """One of the six tasks of the paper's table."""
-    return Task(name, data, build, target, 75.0, augment=augment, recipes={"seng-paper": paper})
+    return Task(name, data, build, target, 75.0, augment=augment, recipes={"seng-paper": paper, "kfac": {"refresh_every": 200}})
 
 
 TASKS = {

@@ -47,6 +47,9 @@ class Training:
         last = run.task.convolutional and device.type == "cuda"
         self.model: nn.Module = model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
         self.optimizer = run.recipe.optimizer(self.model)
+        if run.compile:
+            torch._dynamo.reset()
+            torch._dynamo.config.skip_nnmodule_hook_guards = False  # else it takes the last run's graph, without hooks
         self.forward: nn.Module = torch.compile(self.model) if run.compile else self.model  # type: ignore[assignment]
         self.step, self.seconds, self.state = 0, 0.0, "running"
         self.ahead: Iterator[Batch] = iter(())
@@ -105,7 +108,7 @@ class Training:
         """The batches that are left of the epoch."""
         number, gone = divmod(self.step, self.per_epoch)
         seed = 1_000_003 * self.run.seed + number
-        order, chance = Generator().manual_seed(seed), Generator(self.device).manual_seed(seed)
+        order, chance = Generator().manual_seed(seed), Generator(self.device).manual_seed(seed + 2**32)  # two streams
         batches = self.run.task.problem.batches(self.data, self.run.size, self.run.task.augment, order, chance)
         return islice(batches, gone, None)
 
@@ -127,7 +130,6 @@ class Training:
         numbers = {"train_loss": train_loss, "loss": loss, "metric": metric}
         return {
             **self.run.head(self.device),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
             "step": self.step,
             "epoch": self.epoch,
             "seconds": self.seconds,
@@ -161,6 +163,16 @@ class Training:
         self.ahead = iter(())
 
 
+def warm_up(run: Run, data: Data, device: torch.device) -> None:
+    """A few steps that nobody times: what a process does once, such as choosing kernels, is not the first run's to pay."""
+    training = Training(run, data, device)
+    training.forward.train()
+    for _ in range(12):
+        training._step()
+    training._evaluate()
+    training._wait()
+
+
 def train(
     training: Training, folder: Path, checkpoint: Checkpoint | None = None, again: bool = False
 ) -> Iterator[dict[str, Any]]:
@@ -168,11 +180,13 @@ def train(
     path, head = training.run.path(folder), training.run.head(training.device)
     if again:
         path.unlink(missing_ok=True)
+        if checkpoint is not None:
+            checkpoint.remove()
     known = _known(path, head)
     if known and known[-1]["state"] != "running":
         yield from known
         return
-    saved = None if checkpoint is None or again else checkpoint.load(head)
+    saved = None if checkpoint is None else checkpoint.load(head)
     if saved is not None:
         training.restore(saved)
     yield from (line for line in known if line["step"] <= training.step)

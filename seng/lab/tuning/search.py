@@ -165,10 +165,10 @@ class Plan:
 
 
 def _around(allowed: Between | OneOf, own: Any, usual: Any) -> Between | OneOf | None:
+    if not isinstance(own, str) and own <= 0:
+        return None
     if isinstance(allowed, OneOf):
         return allowed if own in allowed.values else OneOf((own, *allowed.values))
-    if own <= 0:
-        return None
     return replace(allowed, low=allowed.low * own / usual, high=allowed.high * own / usual)
 
 
