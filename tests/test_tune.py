@@ -139,7 +139,7 @@ def test_a_range_moves_along_with_the_tasks_own_value() -> None:
     )
     (field, allowed), *rest = Plan(task, "sgd").space.items()
     assert field == "lr" and not rest  # a log range has no 0: the task's stays
-    assert (allowed.low, allowed.high) == pytest.approx((3e-2, 3.0))
+    assert (allowed.low, allowed.high) == pytest.approx((3e-3, 3.0))
     space = Plan(task, "seng-paper").space
     assert (space["damping"].low, space["damping"].high) == pytest.approx((1.0, 4.0))
     assert isinstance(space["schedule"], OneOf) and space["schedule"].values[0] == "linear"
