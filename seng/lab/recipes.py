@@ -52,11 +52,12 @@ class Adam(Recipe):
     beta2: float = 0.999
     eps: float = 1e-8
     name: ClassVar[str] = "adam"
+    kind: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
     space: ClassVar[Space] = {"lr": Between(1e-4, 1e-1), "weight_decay": Between(1e-5, 2e-3)}
 
     def optimizer(self, model: nn.Module) -> Steps:
         betas = self.beta1, self.beta2
-        return torch.optim.Adam(model.parameters(), self.lr, betas, self.eps, self.weight_decay, fused=_fused(model))
+        return self.kind(model.parameters(), self.lr, betas, self.eps, self.weight_decay, fused=_fused(model))
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,7 @@ class AdamW(Adam):
     weight_decay: float = 5e-2
     name: ClassVar[str] = "adamw"
     space: ClassVar[Space] = {"lr": Between(3e-4, 1e-2), "weight_decay": Between(1e-3, 0.5)}
-
-    def optimizer(self, model: nn.Module) -> Steps:
-        betas = self.beta1, self.beta2
-        return torch.optim.AdamW(model.parameters(), self.lr, betas, self.eps, self.weight_decay, fused=_fused(model))
+    kind: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
 
 
 @dataclass(frozen=True)
