@@ -31,8 +31,7 @@ def test_every_optimizer_trains(name):
     opt = made.optimizer(model)
     losses = []
     for _ in range(30):
-        for group in opt.param_groups:
-            group["lr"] = made.lr_at(0.5, 10)
+        made.follow(opt.param_groups, 0.5, 10)
         opt.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
@@ -86,6 +85,22 @@ def test_every_hyperparameter_arrives():
     assert recipe("kfac", {"average": 0.5}).optimizer(model)._decay == 0.5
     assert recipe("adam", {"beta1": 0.8}).optimizer(model).defaults["betas"] == (0.8, 0.999)
     assert set(recipe("sgd").values()) >= {"lr", "momentum", "nesterov", "weight_decay", "schedule", "warmup", "rate"}
+
+
+@pytest.mark.filterwarnings("ignore:seng")
+def test_with_a_large_damping_kfac_is_sgd_norms_and_weight_decay_too():
+    ends = []
+    for name, own in (("sgd", {}), ("kfac", {"damping": 1e7})):
+        model, (x, y) = network(), batch()
+        made = recipe(name, {"lr": 0.1, "weight_decay": 0.05, "nesterov": False, **own})
+        opt = made.optimizer(model)
+        for step in range(5):
+            made.follow(opt.param_groups, step / 5, 2)
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            opt.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-4)
 
 
 def test_schedules_are_the_papers():

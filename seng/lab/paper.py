@@ -232,9 +232,6 @@ def points(grid: Grid) -> Iterator[dict[str, Any]]:
 
 
 def in_sgd_units(point: Mapping[str, Any]) -> dict[str, Any]:
-    """A point of SENG's grids for units="sgd" instead of the paper's: lr/λ and λ·weight_decay are the same training.
-
-    For K-FAC there is nothing to do: ours steps in the paper's units.
-    """
+    """A point of SENG's or K-FAC's grids in our recipes' units instead of the paper's: lr/λ and λ·weight_decay."""
     damping = point["damping"]
     return {**point, "lr": point["lr"] / damping, "weight_decay": point["weight_decay"] * damping}

@@ -85,6 +85,14 @@ class Recipe:
         """λ of an epoch, where there is one."""
         return None
 
+    def follow(self, groups: list[dict[str, Any]], epoch: float, epochs: float) -> None:
+        """Write lr and λ of an epoch where an optimizer reads them; λ changes from epoch to epoch, lr within one."""
+        lam = self.damping_at(math.floor(epoch))
+        for group in groups:
+            group["lr"] = self.lr_at(epoch, epochs)
+            if lam is not None:
+                group["damping"] = lam
+
     def optimizer(self, model: nn.Module) -> Steps:
         """A new one for the parameters of a model."""
         raise NotImplementedError

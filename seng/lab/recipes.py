@@ -14,9 +14,11 @@ from torch import nn
 
 import seng
 from seng import schedules
+from seng.kronecker import why_plain
 from seng.lab.muon import MuonAndAdamW
 from seng.lab.recipe import Between, OneOf, Recipe, Space, Steps
 from seng.preconditioner import DAMPING, REFRESH_EVERY
+from seng.sites import survey
 
 
 def _fused(model: nn.Module) -> bool | None:
@@ -149,22 +151,33 @@ class Damped(SGD):
 
 @dataclass(frozen=True)
 class KFAC(Damped):
-    """Ours; its step is (M + λI)⁻¹g, so that lr/λ is what lr is to SGD."""
+    """Ours, in SGD's units: λ(M + λI)⁻¹g, so that lr and weight decay mean what they mean to SGD, whatever λ is.
 
-    lr: float = 0.03
+    Its own step is (M + λI)⁻¹g: what it covers takes λ·lr and weight_decay/λ, norms and all else the two as they are.
+    """
+
     damping: float = 0.3
     average: float = 0.95  # of the factors, from refresh to refresh
     name: ClassVar[str] = "kfac"
     space: ClassVar[Space] = {
-        "lr": Between(1e-3, 0.3),
+        "lr": Between(1e-3, 1.0),
         "weight_decay": Between(1e-4, 2e-3),
         "damping": Between(3e-3, 3.0),
     }
 
+    def follow(self, groups: list[dict[str, Any]], epoch: float, epochs: float) -> None:
+        super().follow(groups, epoch, epochs)
+        for group in groups:
+            if group["covered"]:
+                group |= {"lr": group["lr"] * group["damping"], "weight_decay": self.weight_decay / group["damping"]}
+
     def optimizer(self, model: nn.Module) -> Steps:
-        return seng.KFAC(
-            model,
-            self.lr,
+        params = list(model.parameters())
+        covered = {s.param for site in survey(model, params)[0] if not why_plain(site) for s in site.segments}
+        groups = [{"params": [p for p in params if (p in covered) == inside], "covered": inside} for inside in (True, False)]
+        kfac = seng.KFAC(
+            [group for group in groups if group["params"]],
+            module=model,
             momentum=self.momentum,
             nesterov=self.nesterov,
             weight_decay=self.weight_decay,
@@ -172,6 +185,8 @@ class KFAC(Damped):
             refresh_every=self.refresh_every,
             decay=self.average,
         )
+        self.follow(kfac.param_groups, 0.0, 1.0)
+        return kfac
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so 
     "sgd": {"lr": 0.003},
     "adam": {"lr": 0.002},
     "adamw": {"lr": 0.002},
-    "kfac": {"lr": 0.01, "damping": 3.0},
+    "kfac": {"lr": 0.003, "damping": 3.0},
     "muon": {},  # for the weight decay of 0 that all get
     "soap": {},
     "shampoo": {"lr": 0.003},

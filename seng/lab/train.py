@@ -86,12 +86,7 @@ class Training:
         return self._line(train_loss, loss, metric)
 
     def _step(self) -> Tensor:
-        epoch = self.epoch
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.run.recipe.lr_at(epoch, self.run.budget)
-        lam = self.run.recipe.damping_at(math.floor(epoch))
-        for group in self.optimizer.param_groups if lam is not None else ():
-            group["damping"] = lam
+        self.run.recipe.follow(self.optimizer.param_groups, self.epoch, self.run.budget)
         batch = next(self.ahead, None)
         if batch is None:
             self.ahead = self._epoch()

@@ -124,7 +124,7 @@ class Plan:
         default = {name: getattr(self.base, name) for name in fields}
         found = []
         for point in (point for grid in self.grids for point in paper.points(grid)):
-            point = paper.in_sgd_units(point) if self.optimizer == "seng-paper" else point
+            point = paper.in_sgd_units(point) if "damping" in point else point
             point = {**point, **{name: self.task.length(name, point[name], self.budget) for name in LENGTHS if point.get(name)}}
             found.append({**default, **point})
         random.Random(self.seed).shuffle(found)
