@@ -1,9 +1,9 @@
 """Where does the time of a step go? Host time, launches and GPU time, with and without a refresh, beside SGD.
 
-    python benchmarks/profile_step.py [--model resnet18] [--out results/bench]
+    python benchmarks/profile_step.py [--model resnet18] [--preset strong] [--out results/bench]
 
-Writes profile-<model>-<device>.txt: what docs/performance.md says of where the time goes. On a CPU there are no launches to
-count, and the kernels listed are the CPU's.
+Writes profile-<model>[-<preset>]-<device>.txt: what docs/performance.md says of where the time goes. On a CPU there are no
+launches to count, and the kernels listed are the CPU's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import seng
 from seng import capture, job, optimizer, preconditioner, refresh, samples
+from seng.lab.bench.options import PRESETS
 from seng.lab.bench.tasks import TASKS, Task, memory_format
 from seng.lab.record import provenance
 
@@ -122,11 +123,13 @@ def profiled(work: Callable[[], None], wait: Callable[[], None], cuda: bool) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(TASKS), default="resnet18" if torch.cuda.is_available() else "small_cnn")
+    parser.add_argument("--preset", choices=list(PRESETS), default="default", help="as of seng bench; T is at most 10 here")
     parser.add_argument("--out", type=Path, default=Path("results/bench"))
     options = parser.parse_args()
     task, device = TASKS[options.model], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batches = task.batches(0, device, task.pool)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    preset = PRESETS[options.preset]
     lines = [json.dumps(provenance(command(), device))]
     for name in ("sgd", "seng"):
         torch.manual_seed(0)
@@ -135,7 +138,8 @@ def main() -> None:
         if name == "sgd":
             opt = torch.optim.SGD(model.parameters(), task.lr, momentum=0.9, fused=device.type == "cuda" or None)
         else:
-            opt = seng.SENG(model, task.lr, refresh_every=10, curvature=seng.Curvature(rank=None, decay=0.0))
+            curvature = seng.Curvature(rank=preset.rank, decay=preset.decay, samples=preset.samples, memory=preset.memory)
+            opt = seng.SENG(model, task.lr, refresh_every=min(preset.every or 10, 10), curvature=curvature)
         steps = iter(range(10**9))
 
         def prepare(model: nn.Module = model, opt: torch.optim.Optimizer = opt, steps=steps) -> None:
@@ -156,7 +160,8 @@ def main() -> None:
             opt.preconditioner.refresh_every = 10**9
         lines.append(f"{name}, host time of opt.step(): {host_microseconds(prepare, opt.step, wait):.0f} µs")
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"profile-{task.name}-{device.type}.txt").write_text("\n".join(lines) + "\n")
+    named = [task.name] + [options.preset] * (options.preset != "default")
+    (options.out / f"profile-{'-'.join(named)}-{device.type}.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
+
+from seng.lab.names import unknown
 
 COMMANDS = {  # word -> the module and the function in it that does it, and what it does
     "demo": ("seng.lab.demo", "main", "SENG, SGD, Adam and K-FAC train a small network side by side, in half a minute"),
@@ -34,9 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(HELP)
         return
     if words[0] not in COMMANDS:
-        near = get_close_matches(words[0], COMMANDS, 1, 0.5)
-        meant = f", did you mean {near[0]}?" if near else "."
-        sys.exit(f"seng: there is no command {words[0]!r}{meant} There are: {', '.join(COMMANDS)}")
+        sys.exit(unknown("seng: there is no command", words[0], COMMANDS))
     module, function, _ = COMMANDS[words[0]]
     try:
         found = import_module(module)

@@ -685,7 +685,7 @@ def test_imagenet_stays_where_it_is(photographs: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_names_and_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"no dataset 'cifar-10', did you mean cifar10"):
+    with pytest.raises(DataError, match=r"no dataset 'cifar-10': did you mean cifar10"):
         load("cifar-10")
     with pytest.raises(DataError, match="no dataset 'xyz': there are digits, mnist"):
         get("xyz", tmp_path)

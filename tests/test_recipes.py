@@ -121,7 +121,7 @@ def test_schedules_are_the_papers():
     [
         ("senk", {}, "there is no optimizer 'senk': did you mean seng"),
         ("sgd", {"learning_rate": 1}, "the recipe of sgd has no field 'learning_rate'"),
-        ("seng", {"dampin": 1}, "did you mean damping?"),
+        ("seng", {"dampin": 1}, "did you mean damping or"),
         ("sgd", {"lr": "fast"}, "lr is a number, not 'fast'"),
         ("sgd", {"lr": -1}, "lr is not negative, not -1"),
         ("sgd", {"lr": float("nan")}, "lr is a number, not nan"),

@@ -252,7 +252,7 @@ def test_without_results_the_paper_s_numbers_stand_alone(
 def test_tables_are_listed_and_near_names_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys)
     assert all(name in text for name in paper.SOURCES) and list(paper.SOURCES) == list(reproduce.TABLES)
-    with pytest.raises(SystemExit, match="no table 'task', did you mean tasks\\? There are: tasks, imagenet"):
+    with pytest.raises(SystemExit, match="no table 'task': did you mean tasks.*\\? there are tasks, imagenet"):
         reproduce.main(["task"])
-    with pytest.raises(SystemExit, match="no table 'xyz'\\. There are: tasks"):
+    with pytest.raises(SystemExit, match="no table 'xyz': there are tasks"):
         reproduce.main(["xyz"])

@@ -127,18 +127,17 @@ def runs(what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: A
 
 
 def device_of(name: str | None) -> torch.device:
-    """By its name; where none is given, a GPU if there is one."""
+    """By its name, ready for timing; where none is given, a GPU if there is one."""
     kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind.split(":")[0] not in ("cpu", "cuda") or (kind.startswith("cuda") and not torch.cuda.is_available()):
         raise ValueError(f"--device is cpu or cuda, and cuda needs a GPU that torch sees; given: {kind}")
+    torch.backends.cudnn.benchmark = kind.startswith("cuda")
     return torch.device(kind)
 
 
 def carried_out(todo: Sequence[Run], where: Where, how: How, command: str) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Each line of each run as it comes."""
     device = device_of(where.device)
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
     data = open_data(todo[0].task.data, where.data)
     warm: set[str] = set()
     for run in todo:

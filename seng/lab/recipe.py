@@ -7,14 +7,15 @@ lr and damping follow the paper's schedules (seng.schedules): linear warm-up, th
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hints
 
 from torch import nn
 
 from seng import schedules
+from seng.lab.names import unknown
 
 Shape = Literal["constant", "cosine", "exp", "linear"]
 
@@ -50,7 +51,7 @@ Space = Mapping[str, Between | OneOf]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(ABC):
     """What all have in common."""
 
     lr: float = 0.1
@@ -93,18 +94,16 @@ class Recipe:
             if lam is not None:
                 group["damping"] = lam
 
+    @abstractmethod
     def optimizer(self, model: nn.Module) -> Steps:
         """A new one for the parameters of a model."""
-        raise NotImplementedError
 
     def with_(self, changes: Mapping[str, Any]) -> Self:
         """The same with other values; a field that does not exist is refused, with what may have been meant."""
         known = [f.name for f in fields(self)]
         for key in changes:
             if key not in known:
-                near = get_close_matches(key, known, 1, 0.5)
-                meant = f" did you mean {near[0]}?" if near else ""
-                raise ValueError(f"the recipe of {self.name} has no field {key!r}:{meant} there are {', '.join(known)}")
+                raise ValueError(unknown(f"the recipe of {self.name} has no field", key, known))
         return replace(self, **changes)
 
     def values(self) -> dict[str, Any]:

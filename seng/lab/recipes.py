@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,6 +15,7 @@ import seng
 from seng import schedules
 from seng.kronecker import why_plain
 from seng.lab.muon import MuonAndAdamW
+from seng.lab.names import unknown
 from seng.lab.recipe import Between, OneOf, Recipe, Space, Steps
 from seng.preconditioner import DAMPING, REFRESH_EVERY
 from seng.sites import survey
@@ -257,7 +257,5 @@ RECIPES: dict[str, type[Recipe]] = {kind.name: kind for kind in (SENG, PaperSENG
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe of an optimizer, with some of its fields changed."""
     if name not in RECIPES:
-        near = get_close_matches(name, RECIPES, 2, 0.4)
-        meant = f" did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"there is no optimizer {name!r}:{meant} there are {', '.join(RECIPES)}")
+        raise ValueError(unknown("there is no optimizer", name, RECIPES))
     return RECIPES[name]().with_(changes or {})

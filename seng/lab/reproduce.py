@@ -10,7 +10,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from seng.lab import paper
+from seng.lab.names import unknown
 from seng.lab.ours import NONE, STUDY, Found, Side, Study, ours, ratio, theirs
 from seng.lab.results import read
 
@@ -188,9 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("seng reproduce TABLE prints a table of the paper, with ours beside it:\n")
         return print("\n".join(f"  {name:12} {s.about} (section {s.section}, {s.label})" for name, s in paper.SOURCES.items()))
     if options.table not in TABLES:
-        near = get_close_matches(options.table, TABLES, 2, 0.4)
-        meant = f", did you mean {' or '.join(near)}?" if near else "."
-        sys.exit(f"seng reproduce: there is no table {options.table!r}{meant} There are: {', '.join(TABLES)}")
+        sys.exit(unknown("seng reproduce: there is no table", options.table, TABLES))
     if not options.results.is_dir():
         print(f"There is no folder {options.results}, so there is nothing of ours; --results names another.")
     trajectories, skipped = read(options.results)

@@ -61,7 +61,7 @@ class Trajectory:
     @property
     def to_target(self) -> Point | None:
         """The first evaluation that reaches the target."""
-        return next((point for point in self.points if self._reaches(point.metric)), None)
+        return next((p for p in self.points if reaches(p.metric, self.target, self.higher_is_better)), None)
 
     @property
     def final(self) -> Point:
@@ -75,10 +75,12 @@ class Trajectory:
         sign = -1 if self.higher_is_better else 1
         return min(known, key=lambda point: sign * (point.metric or 0.0), default=self.final)
 
-    def _reaches(self, metric: float | None) -> bool:
-        if metric is None or self.target is None:
-            return False
-        return metric >= self.target if self.higher_is_better else metric <= self.target
+
+def reaches(metric: float | None, target: float | None, higher_is_better: bool) -> bool:
+    """Whether a metric is as good as its target."""
+    if metric is None or target is None:
+        return False
+    return metric >= target if higher_is_better else metric <= target
 
 
 def path_of(folder: Path, task: str, optimizer: str, label: str, seed: int) -> Path:

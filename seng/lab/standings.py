@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from seng.lab.results import reaches
 from seng.lab.run import Run
 
 
@@ -90,7 +91,9 @@ class Standings:
         problem = self.todo[0].task.problem
         best = max if problem.higher_is_better else min
         metrics = [[line["metric"] for line in lines if line["metric"] is not None] or [float("nan")] for lines in histories]
-        there = [hit for lines in histories if (hit := next((line for line in lines if _reaches(line)), None))]
+        goal = self.todo[0].task.target, problem.higher_is_better
+        hits = [next((line for line in lines if reaches(line["metric"], *goal)), None) for lines in histories]
+        there = [hit for hit in hits if hit is not None]
         last = [lines[-1] for lines in histories]
         losses = [line["train_loss"] for line in last if line["train_loss"] is not None]
         values = [
@@ -110,12 +113,6 @@ class Standings:
 
 
 _ENDS = {"target": "the target is reached", "finished": "the budget is spent", "diverged": "it diverged"}
-
-
-def _reaches(line: dict[str, Any]) -> bool:
-    if line["metric"] is None:
-        return False
-    return bool(line["metric"] >= line["target"] if line["higher_is_better"] else line["metric"] <= line["target"])
 
 
 def _number(value: float | None) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
 from seng.lab import models
 from seng.lab.datasets.augment import Augment
+from seng.lab.names import unknown
 from seng.lab.problems import Classification, Language, Problem, Reconstruction
 from seng.lab.recipe import Recipe
 from seng.lab.recipes import recipe
@@ -122,6 +122,4 @@ def task(name: str) -> Task:
     """By its name; where there is none, what may have been meant."""
     if name in TASKS:
         return TASKS[name]
-    near = get_close_matches(name, TASKS, 2, 0.4)
-    meant = f" did you mean {' or '.join(near)}?" if near else ""
-    raise ValueError(f"there is no task {name!r}:{meant} there are {', '.join(TASKS)}")
+    raise ValueError(unknown("there is no task", name, TASKS))

@@ -76,7 +76,7 @@ class Training:
         train_loss = float(torch.stack(losses).mean())
         loss, metric = self._evaluate()
         fine = math.isfinite(train_loss) and math.isfinite(loss)
-        reached = metric >= self.run.task.target if self.run.task.problem.higher_is_better else metric <= self.run.task.target
+        reached = results.reaches(metric, self.run.task.target, self.run.task.problem.higher_is_better)
         if not fine:
             self.state = "diverged"
         elif self.step >= self.total:

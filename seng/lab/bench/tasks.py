@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from seng.lab import models
+from seng.lab.names import unknown
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 FAINT = 0.3  # of the prototypes in noise of 1
@@ -100,6 +100,4 @@ def chosen(what: str, name: str, known: list[str]) -> str:
     """`name`, if there is one; else an error in one sentence, with what may have been meant."""
     if name in known:
         return name
-    near = get_close_matches(name, known, 2, 0.5)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"unknown {what} {name!r}: {meant}there are {', '.join(known)}")
+    raise ValueError(unknown(f"unknown {what}", name, known))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from seng.lab.datasets import assemble, formats
 from seng.lab.datasets.formats import IDX, Pair
 from seng.lab.datasets.sources import Debian, Npm, Source, Url
 from seng.lab.datasets.values import Check, DataError, File, md5, sha256
+from seng.lab.names import unknown
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,4 @@ def dataset(name: str) -> Dataset:
     """By its name; where there is none, what may have been meant."""
     if name in DATASETS:
         return DATASETS[name]
-    near = get_close_matches(name.lower(), NAMES, 2, 0.5)
-    meant = f", did you mean {' or '.join(near)}?" if near else ":"
-    raise DataError(f"there is no dataset {name!r}{meant} there are {', '.join(NAMES)}")
+    raise DataError(unknown("there is no dataset", name, NAMES))

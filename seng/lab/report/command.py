@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from seng.lab.names import unknown
 from seng.lab.report.figures import draw
 from seng.lab.report.looks import cells, headings, target_words
 from seng.lab.report.page import page
@@ -70,9 +70,7 @@ def chosen(tasks: list[Task], names: Sequence[str]) -> list[Task]:
     known = [task.name for task in tasks]
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, 2, 0.5)
-            meant = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ValueError(f"no results for the task {name!r}: {meant}there are {', '.join(known)}")
+            raise ValueError(unknown("no results for the task", name, known))
     return [task for task in tasks if not names or task.name in names]
 
 

@@ -24,7 +24,7 @@ from optuna.exceptions import OptunaError
 from sqlalchemy.exc import SQLAlchemyError
 from tyro.conf import Positional
 
-from seng.lab.compare import TUNED, parsed
+from seng.lab.compare import TUNED, device_of, parsed
 from seng.lab.datasets import Data, DataError, load
 from seng.lab.tasks import task
 from seng.lab.tuning.scoreboard import Scoreboard
@@ -107,9 +107,9 @@ class Tune:
 def prepared(options: Tune) -> tuple[list[Campaign], Data, torch.device]:
     """The studies and the data."""
     plans = options.plans()
-    device = torch.device(options.where.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
+    device = device_of(options.where.device)
+    if plans[0].task.data == "imagenet":
+        raise ValueError(f"{options.task} is streamed from its folder, and tuning holds out a part of data in memory")
     data = held_out(load(plans[0].task.data, options.where.data))
     if not plans[0].task.problem.steps(data, plans[0].size):
         raise ValueError(f"{options.task}: a batch of {plans[0].size} is larger than nine tenths of the training set")
