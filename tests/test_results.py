@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from seng.lab import results
 from seng.lab.results import append, path_of, read
 
 
@@ -162,3 +163,10 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
         append(path, line(20))
     monkeypatch.undo()
     assert [point.step for point in read(tmp_path)[0][0].points] == [10]
+
+
+def test_a_metric_that_equals_the_target_reaches_it():
+    for higher in (True, False):
+        assert results.reaches(0.94, 0.94, higher) and not results.reaches(None, 0.94, higher)
+        assert results.reaches(0.95, 0.94, higher) == higher and results.reaches(0.93, 0.94, higher) != higher
+        assert not results.reaches(0.94, None, higher)

@@ -48,8 +48,7 @@ class Training:
         self.model: nn.Module = model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
         self.optimizer = run.recipe.optimizer(self.model)
         if run.compile:
-            torch._dynamo.reset()
-            torch._dynamo.config.skip_nnmodule_hook_guards = False  # else it takes the last run's graph, without hooks
+            torch._dynamo.reset()  # else it takes the last run's graph, which had other hooks
         self.forward: nn.Module = torch.compile(self.model) if run.compile else self.model  # type: ignore[assignment]
         self.step, self.seconds, self.state = 0, 0.0, "running"
         self.ahead: Iterator[Batch] = iter(())
