@@ -106,11 +106,11 @@ class KFAC(Optimizer):
         self._inverses: dict[nn.Parameter, tuple[Any, Pair | None]] = {}  # lead -> of what, (G⁻¹, A⁻¹)
         self._excused = any(p.grad is not None for p in self._params())  # what was captured along with these is gone
         self._owed = False  # whether a layer is in use that should have factors and has none
-        self._capture.armed = self._due
+        self._capture.armed = self.refresh_due
 
     @property
-    def _due(self) -> bool:
-        """Whether the coming step refreshes."""
+    def refresh_due(self) -> bool:
+        """Whether the coming step refreshes the factors."""
         return self._owed or self._steps % self._refresh_every == 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class KFAC(Optimizer):
             raise RuntimeError("KFAC does not support sparse gradients; use sparse=False in the embedding")
         if not grads:
             return loss
-        if self._due:
+        if self.refresh_due:
             self._refresh(grads)
         with torch.autocast(next(iter(grads)).device.type, enabled=False):
             directions = self._directions(grads)
@@ -155,7 +155,7 @@ class KFAC(Optimizer):
             self.state[site.lead]["step"] = torch.tensor(self._steps, device="cpu")
         self._moments.clear()
         self._excused = False
-        self._capture.armed = self._due
+        self._capture.armed = self.refresh_due
         return loss
 
     def _factors(self, site: Site) -> Pair | None:

@@ -277,7 +277,7 @@ def test_update_is_that_of_sgd_with_the_direction_for_a_gradient():
     for x, y in batches(3):
         opt.zero_grad()
         loss_of(model(x), y).backward()
-        if opt._due:
+        if opt.refresh_due:
             opt._refresh({p: p.grad for p in model.parameters()})
         directions = opt._directions({p: p.grad for p in model.parameters()})
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):

@@ -67,6 +67,8 @@ class How:
     """Fields of the recipes, such as lr=0.1 for all or seng.damping=0.01 for one."""
     compile: bool = False
     """Compile the network."""
+    graph: bool = True
+    """Replay forward and backward as a CUDA graph; --no-graph launches them one by one, as a plain loop does."""
     untuned: bool = False
     """Leave aside what `seng tune` found."""
     again: bool = False
@@ -118,7 +120,7 @@ def runs(what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: A
             recipe(key.rpartition(".")[0])  # says what there is
             raise ValueError(f"--set {text} is for an optimizer that does not run here: there are {', '.join(optimizers)}")
     recipes = {name: chosen(what, name, how, out, amounts.epochs) for name in optimizers}
-    common: dict[str, Any] = {"label": how.label, "compile": how.compile, "stop": amounts.stop}
+    common: dict[str, Any] = {"label": how.label, "compile": how.compile, "graph": how.graph, "stop": amounts.stop}
     return [
         Run(what, recipes[name][0], seed, amounts.epochs, amounts.batch, tuning=recipes[name][1], **common)
         for seed in seeds

@@ -25,6 +25,7 @@ class Run:
     batch: int | None = None
     label: str = ""  # tells apart runs of one optimizer, such as T20 or b1024
     compile: bool = False
+    graph: bool = True  # forward and backward as a CUDA graph, where there is a GPU
     stop: bool = True  # at the target
     tuning: dict[str, Any] | None = None  # how many trials chose the recipe, and in which study
 
@@ -51,6 +52,10 @@ class Run:
         """The optimizer's, with the label."""
         return self.recipe.name + (f"-{self.label}" if self.label else "")
 
+    def replays(self, device: torch.device) -> bool:
+        """Whether forward and backward are recorded and replayed: not where they are compiled."""
+        return self.graph and not self.compile and device.type == "cuda"
+
     def path(self, folder: Path) -> Path:
         """Where its results go."""
         return results.path_of(folder, self.task.name, self.recipe.name, self.label, self.seed)
@@ -65,6 +70,7 @@ class Run:
             "compile": self.compile,
             "channels_last": self.task.convolutional and device.type == "cuda",
             "stop": self.stop,
+            **({"graph": True} if self.replays(device) else {}),
         }
         return {
             "format": results.FORMAT,

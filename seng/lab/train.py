@@ -21,9 +21,12 @@ from torch import Generator, Tensor, nn
 from seng.lab import results
 from seng.lab.checkpoint import Checkpoint
 from seng.lab.datasets import Arrays, Data
+from seng.lab.graphs import Graphed
 from seng.lab.problems import Batch
 from seng.lab.record import provenance
 from seng.lab.run import Run
+
+PLAIN = 3  # steps before forward and backward are recorded: what libraries do once cannot be
 
 
 def on(device: torch.device, data: Data) -> Data:
@@ -50,6 +53,9 @@ class Training:
         if run.compile:
             torch._dynamo.reset()  # else it takes the last run's graph, which had other hooks
         self.forward: nn.Module = torch.compile(self.model) if run.compile else self.model  # type: ignore[assignment]
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        self.graphed = Graphed(params, self._loss) if run.replays(device) else None
+        self.plain = 0  # steps that were not replayed
         self.step, self.seconds, self.state = 0, 0.0, "running"
         self.ahead: Iterator[Batch] = iter(())
 
@@ -91,12 +97,23 @@ class Training:
             self.ahead = self._epoch()
             batch = next(self.ahead)
         self.optimizer.zero_grad()
-        with self._autocast():
-            loss = self.run.task.problem.loss(self.forward, batch)
-        loss.backward()
+        loss = self._backward(batch)
         self.optimizer.step()
         self.step += 1
+        return loss
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """Leave gradients behind; by a recording, unless the optimizer is to see the layers' inputs and gradients."""
+        if self.graphed is not None and self.plain >= PLAIN and not getattr(self.optimizer, "refresh_due", False):
+            return self.graphed(batch)
+        self.plain += 1
+        loss = self._loss(batch)
+        loss.backward()
         return loss.detach()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        with self._autocast():
+            return self.run.task.problem.loss(self.forward, batch)
 
     def _epoch(self) -> Iterator[Batch]:
         """The batches that are left of the epoch."""
