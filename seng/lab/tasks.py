@@ -76,7 +76,8 @@ AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so 
 
 def _paper(name: str, data: str, build: Callable[[int], nn.Module], target: float, augment: Augment, paper: Any) -> Task:
     """One of the six tasks of the paper's table."""
-    return Task(name, data, build, target, 75.0, augment=augment, recipes={"seng-paper": paper, "kfac": {"refresh_every": 200}})
+    recipes = {"seng-paper": paper, "seng": {"refresh_every": 50}, "kfac": {"refresh_every": 100, "average": 0.8}}
+    return Task(name, data, build, target, 75.0, augment=augment, recipes=recipes)
 
 
 TASKS = {
