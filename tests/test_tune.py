@@ -139,7 +139,7 @@ def test_a_range_moves_along_with_the_tasks_own_value() -> None:
     )
     (field, allowed), *rest = Plan(task, "sgd").space.items()
     assert field == "lr" and not rest  # a log range has no 0: the task's stays
-    assert (allowed.low, allowed.high) == pytest.approx((3e-3, 3.0))
+    assert (allowed.low, allowed.high) == pytest.approx((3e-2, 3.0))
     space = Plan(task, "seng-paper").space
     assert (space["damping"].low, space["damping"].high) == pytest.approx((1.0, 4.0))
     assert isinstance(space["schedule"], OneOf) and space["schedule"].values[0] == "linear"
@@ -148,7 +148,8 @@ def test_a_range_moves_along_with_the_tasks_own_value() -> None:
 def test_schedules_shrink_with_the_budget() -> None:
     short = Plan(TASKS["imagenet-resnet50"], "seng-paper", epochs=7.6)
     assert short.lengths == pytest.approx({"schedule_epochs": 6.0, "warmup": 0.5})
-    assert Plan(TASKS["cifar10-resnet18"], "seng-paper", epochs=15).lengths == {"schedule_epochs": None}  # as long as the run
+    whole = Plan(TASKS["cifar10-resnet18"], "seng-paper", epochs=15).lengths
+    assert whole == {"schedule_epochs": None, "warmup": 3.0}  # a schedule as long as the run
 
 
 def test_the_papers_grids_come_in_an_order_of_the_seed_each_point_once() -> None:

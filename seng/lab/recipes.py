@@ -32,7 +32,7 @@ class SGD(Recipe):
     momentum: float = 0.9
     nesterov: bool = True
     name: ClassVar[str] = "sgd"
-    space: ClassVar[Space] = {"lr": Between(1e-3, 1.0), "weight_decay": Between(1e-4, 2e-3)}
+    space: ClassVar[Space] = {"lr": Between(1e-2, 1.0), "weight_decay": Between(1e-4, 2e-3)}
 
     def optimizer(self, model: nn.Module) -> Steps:
         return torch.optim.SGD(
@@ -55,7 +55,7 @@ class Adam(Recipe):
     eps: float = 1e-8
     name: ClassVar[str] = "adam"
     kind: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
-    space: ClassVar[Space] = {"lr": Between(1e-4, 1e-1), "weight_decay": Between(1e-5, 2e-3)}
+    space: ClassVar[Space] = {"lr": Between(2e-4, 1e-2), "weight_decay": Between(1e-5, 1e-3)}
 
     def optimizer(self, model: nn.Module) -> Steps:
         betas = self.beta1, self.beta2
@@ -80,7 +80,7 @@ class Muon(Recipe):
     weight_decay: float = 5e-2
     momentum: float = 0.95
     name: ClassVar[str] = "muon"
-    space: ClassVar[Space] = {"lr": Between(3e-4, 3e-2), "weight_decay": Between(1e-3, 0.5)}
+    space: ClassVar[Space] = {"lr": Between(6e-4, 3e-2), "weight_decay": Between(1e-3, 0.5)}
 
     def optimizer(self, model: nn.Module) -> Steps:
         return MuonAndAdamW(model, self.lr, self.weight_decay, self.momentum, fused=_fused(model))
@@ -96,7 +96,7 @@ class SOAP(Recipe):
     beta2: float = 0.95
     refresh_every: int = 10
     name: ClassVar[str] = "soap"
-    space: ClassVar[Space] = {"lr": Between(3e-4, 3e-2), "weight_decay": Between(1e-3, 0.5)}
+    space: ClassVar[Space] = {"lr": Between(6e-4, 3e-2), "weight_decay": Between(1e-3, 0.5)}
 
     def optimizer(self, model: nn.Module) -> Steps:
         from pytorch_optimizer import SOAP
@@ -160,7 +160,7 @@ class KFAC(Damped):
     average: float = 0.95  # of the factors, from refresh to refresh
     name: ClassVar[str] = "kfac"
     space: ClassVar[Space] = {
-        "lr": Between(1e-3, 1.0),
+        "lr": Between(2e-2, 2.0),
         "weight_decay": Between(1e-4, 2e-3),
         "damping": Between(3e-3, 3.0),
     }
@@ -202,9 +202,9 @@ class SENG(Damped):
     form: Literal["auto", "explicit", "implicit", "merged"] = "auto"
     name: ClassVar[str] = "seng"
     space: ClassVar[Space] = {
-        "lr": Between(1e-3, 1.0),
+        "lr": Between(2e-2, 2.0),
         "weight_decay": Between(1e-4, 2e-3),
-        "damping": Between(1e-3, 1.0),
+        "damping": Between(1e-3, 0.3),
     }
 
     def optimizer(self, model: nn.Module) -> Steps:
@@ -244,7 +244,7 @@ class PaperSENG(SENG):
     floor: float = schedules.FLOOR
     name: ClassVar[str] = "seng-paper"
     space: ClassVar[Space] = {
-        "lr": Between(1e-3, 1.0),
+        "lr": Between(2e-2, 2.0),
         "weight_decay": OneOf((5e-4, 2e-4, 1e-4)),
         "damping": Between(0.5, 2.0),
         "schedule": OneOf(("cosine", "exp")),

@@ -13,7 +13,7 @@ from seng.lab.datasets.augment import Augment
 from seng.lab.names import unknown
 from seng.lab.problems import Classification, Language, Problem, Reconstruction
 from seng.lab.recipe import Recipe
-from seng.lab.recipes import recipe
+from seng.lab.recipes import RECIPES, recipe
 
 PLAIN = Augment()
 LENGTHS = ("schedule_epochs", "warmup")  # fields of recipes that are in epochs
@@ -76,8 +76,13 @@ AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so 
 
 def _paper(name: str, data: str, build: Callable[[int], nn.Module], target: float, augment: Augment, paper: Any) -> Task:
     """One of the six tasks of the paper's table."""
-    recipes = {"seng-paper": paper, "seng": {"refresh_every": 50}, "kfac": {"refresh_every": 100, "average": 0.8}}
-    return Task(name, data, build, target, 75.0, augment=augment, recipes=recipes)
+    own = {"seng-paper": paper, "seng": {"refresh_every": 50}, "kfac": {"refresh_every": 100, "average": 0.8}}
+    return Task(name, data, build, target, 75.0, augment=augment, recipes=_warmed(15.0, own))
+
+
+def _warmed(warmup: float, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A warm-up for every optimizer: without one, SGD does not recover from its first steps on these networks."""
+    return {name: {"warmup": warmup, **own.get(name, {})} for name in RECIPES}
 
 
 TASKS = {
@@ -107,6 +112,7 @@ TASKS = {
             *("imagenette-resnet50", "imagenette", models.resnet50, 0.88, 16),
             batch=128,
             augment=Augment(flip=True, resized=True),
+            recipes=_warmed(3.0, {"seng": {"refresh_every": 50}}),
         ),
         Task(
             *("shakespeare-gpt", "shakespeare", lambda tokens: models.gpt2(4, 128, 4, tokens, 128), 1.65, 8),
