@@ -1,5 +1,6 @@
 """The lab on a GPU: steps that are replayed are the steps that a plain loop takes, and a run resumes. Skipped without."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,13 @@ def float32():
     torch.set_default_dtype(torch.float32)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():  # of norms, which K-FAC leaves alone
+        warnings.filterwarnings("ignore", message="seng: these parameters")
+        yield
 
 
 def training(name: str, **options) -> Training:
