@@ -11,7 +11,6 @@ from torch.optim.optimizer import Optimizer
 
 from seng.checks import check_number
 from seng.curvature import Curvature, Units
-from seng.distributed import check_strategy
 from seng.optimizer import SENG
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
 from seng.state import nested
@@ -113,7 +112,6 @@ def attach(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"attach takes a torch optimizer first and the module second, not {type(optimizer).__name__}")
     check_number("damping", damping, positive=True)
-    check_strategy(strategy)
     preconditioner = Preconditioner(
         module,
         _params(optimizer),
@@ -121,6 +119,7 @@ def attach(
         refresh_every=refresh_every,
         units=units,
         strict=strict,
+        strategy=strategy,
     )
     return Attachment(optimizer, preconditioner, damping)
 

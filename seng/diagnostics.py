@@ -77,6 +77,14 @@ def compare(g: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(zero, 1, (g @ d) / (size * length).clamp_min(tiny)), torch.where(zero, 1, length / size.clamp_min(tiny))
 
 
+def cosine_of(g_g: Tensor, d_d: Tensor, g_d: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from the three products, which may be sums over ranks."""
+    tiny = torch.finfo(g_g.dtype).tiny
+    size, length = g_g.sqrt(), d_d.sqrt()
+    zero = size == 0
+    return torch.where(zero, 1, g_d / (size * length).clamp_min(tiny)), torch.where(zero, 1, length / size.clamp_min(tiny))
+
+
 def compare_energies(g: Tensor, b: Tensor, c: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
     """The same from g·g, b and c = Uᵀg: g·d = g·g − b·c and d·d = g·d − λb·b, since (λI + UᵀU)b = c."""
     g, b, c = g.double(), b.double(), c.double()

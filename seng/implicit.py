@@ -114,9 +114,14 @@ class Independent(Implicit):
 
     def mv(self, c: Tensor) -> Tensor:
         """C_U(c) = (Σ_i √|c_i| G_i)(Σ_i c_i A_i / Σ_j √|c_j|)ᵀ, and 0 where every c_i is 0."""
+        G, A = self.sides(c)
+        return (G @ A.mT).flatten()
+
+    def sides(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Gᶜ (h, n_G, r) and Aᶜ (h, n_A, r), whose product it is: of several ranks, the product of the means."""
         root = c.abs().sqrt()
         total = root.sum()
         weight = c / torch.where(total > 0, total, 1)
         G = torch.einsum("i,ihgr->hgr", root, self.G.to(c.dtype))
         A = torch.einsum("i,ihar->har", weight, self.A.to(c.dtype))
-        return (G @ A.mT).flatten()
+        return G, A

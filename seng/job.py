@@ -22,6 +22,7 @@ from seng.numerics import deviation, reduced, top
 from seng.operators import HALF, Merged, Operator, product
 from seng.plan import Plan
 from seng.replay import Function, Task
+from seng.sharded import Sharded
 from seng.sketch import Identity, Omega
 from seng.windows import Windows
 
@@ -48,6 +49,7 @@ class Job:
     V: Tensor = field(init=False)  # and directions
     lengths: Tensor = field(init=False)  # of UV_k for every k, and of U at the end
     stacked: tuple[Merged, Merged] = field(init=False)  # the old basis and the new one
+    unstacked: Sharded = field(init=False)  # the new one, where each rank has a part of it
     fresh: tuple[Tensor, Tensor] = field(init=False)  # Gram and largest eigenvalue of the new one
     error: Tensor | None = field(init=False, default=None)
     failed: int = field(init=False, default=0)  # solves with the previous block
@@ -62,7 +64,7 @@ class Job:
     @property
     def averaged(self) -> bool:
         """Whether there is a basis to average with."""
-        return isinstance(self.U, Merged) and self.previous is not None and isinstance(self.previous.U, Merged)
+        return self.previous is not None and type(self.U) is type(self.previous.U) and isinstance(self.U, Merged | Sharded)
 
     def prepare(self, curvature: Curvature) -> None:
         """U in its planned form, Ω and the Gram of ΩU."""
@@ -90,7 +92,7 @@ class Job:
     @property
     def before(self) -> int:
         """How many directions the previous basis has, if it is one."""
-        return 0 if self.previous is None or not isinstance(self.previous.U, Merged) else self.previous.U.samples
+        return 0 if self.previous is None or not isinstance(self.previous.U, Merged | Sharded) else self.previous.U.samples
 
     @property
     def most(self) -> int:
@@ -113,7 +115,7 @@ class Job:
         """Keep UV_k, or U as it is; what of it is a function of tensors alone, to be run along with others."""
         if self.plan.form == "explicit" and self.half and self.plan.dims.own is None and isinstance(self.omega, Identity):
             return self._keep(_whole, self.U.samples, self.U, self.lengths[-1])
-        if self.plan.form != "merged":
+        if self.plan.form != "merged" or isinstance(self.U, Sharded):
             return None
         self.error = torch.zeros((), device="cpu")
         sketched, every = not isinstance(self.omega, Identity), k >= len(self.gram)
@@ -135,8 +137,11 @@ class Job:
             return self._keep(_basis, k, self.U, self.V[:, :k], self.lengths[k - 1], averaging=averaging)
         return None
 
-    def stack(self, decay: float) -> Task:
+    def stack(self, decay: float) -> Task | None:
         """U becomes [√δ·U_old, √(1−δ)·U], whose Gram is put together from its parts."""
+        if self.previous is not None and isinstance(self.previous.U, Sharded) and isinstance(self.U, Sharded):
+            self._stack_parts(self.previous.U, self.U, self.previous.gram, decay)
+            return None
         assert self.previous is not None and isinstance(self.previous.U, Merged) and isinstance(self.U, Merged)
         before = self.previous.U
         if self.half and before.Y.dtype not in HALF:
@@ -149,8 +154,26 @@ class Job:
     def _stacked(self, gram: Tensor) -> None:
         self.gram = gram
 
-    def truncate(self, k: int) -> Task:
+    def _stack_parts(self, old: Sharded, new: Sharded, K_old: Tensor, decay: float) -> None:
+        """The same where each rank has a part of both."""
+        self.fresh = self.gram, self.top
+        across = old.across(new) * (decay * (1 - decay)) ** 0.5
+        self.gram = torch.cat([torch.cat([decay * K_old, across], 1), torch.cat([across.T, (1 - decay) * self.gram], 1)])
+        self.unstacked = new
+        self.U = replace(new, Y=torch.cat([decay**0.5 * old.Y, (1 - decay) ** 0.5 * new.Y]))
+
+    def begin_anew(self) -> None:
+        """Without what was stacked: the new one alone."""
+        self.gram, self.top = self.fresh
+        if isinstance(self.U, Sharded):
+            self.U = self.unstacked
+
+    def truncate(self, k: int) -> Task | None:
         """The stack becomes what its k leading directions keep of it."""
+        if isinstance(self.U, Sharded):
+            V = self.V[:, :k]
+            self.U, self.gram = replace(self.U, Y=self.U.combine(V)), V.T @ self.gram @ V
+            return None
         return self._keep(_truncated, k, *self.stacked, self.V[:, :k])
 
     def _keep(self, function: Function, k: int, *args: Tensor | Operator, averaging: bool = False) -> Task:

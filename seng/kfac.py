@@ -17,11 +17,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from seng.capture import Capture, loss_scale
 from seng.checks import check_group, check_number
-from seng.distributed import check_whole
 from seng.kronecker import Moments, Pair, damped_inverses, why_plain
 from seng.layers import ON_REQUEST
 from seng.notices import not_captured, warn
 from seng.optimizer import update
+from seng.sharded import is_sharded
 from seng.sites import Segment, Site, survey
 
 
@@ -79,7 +79,8 @@ class KFAC(Optimizer):
         """Look for the layers and hook them; the factors of those that were known before are in `state` and stay."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError("KFAC runs in one process: ranks with factors of their own would drift apart")
-        check_whole(self._params())
+        if any(map(is_sharded, self._params())):
+            raise RuntimeError("KFAC works on whole parameters, and these are DTensors, spread over a device mesh (FSDP2)")
         self._sites = [] if self._module is None else self._survey(self._module)
         self._moments = Moments(self._sites)  # an object of its own, so that no cycle holds the optimizer
         self._capture = Capture([site.members[0].module for site in self._sites], self._moments.receive)

@@ -17,7 +17,7 @@ from torch.optim.sgd import sgd
 
 from seng.checks import check_group, check_number, check_options
 from seng.curvature import Curvature, Units
-from seng.distributed import check_strategy
+from seng.distributed import team_of
 from seng.notices import warn
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
 from seng.solver import Quick, Ready
@@ -56,7 +56,7 @@ class SENG(Optimizer):
             module, params = params, list(params.parameters())
         curvature = curvature or Curvature()
         check_options(curvature, refresh_every, units)
-        check_strategy(strategy)
+        team_of(strategy, module)  # refuses what there is not
         self.preconditioner: Preconditioner | None = None
         self._forget_step()
         defaults = {
@@ -70,7 +70,9 @@ class SENG(Optimizer):
         check_group(defaults)
         self._units = units
         super().__init__(params, defaults)
-        self._engine = partial(Preconditioner, curvature=curvature, refresh_every=refresh_every, units=units, strict=strict)
+        self._engine = partial(
+            Preconditioner, curvature=curvature, refresh_every=refresh_every, units=units, strict=strict, strategy=strategy
+        )
         self._module = module
         if module is not None:
             self.preconditioner = self._engine(module, self._params())
@@ -117,7 +119,8 @@ class SENG(Optimizer):
             return loss
         grads, damping, ready = self._ready(torch.compiler.is_compiling())
         directions = dict(grads)
-        if ready.grouped is not None and self._units == "sgd" and self._plain_lr():
+        averages = self.preconditioner is not None and self.preconditioner.ranks.averaging is not None
+        if ready.grouped is not None and self._units == "sgd" and self._plain_lr() and not averages:
             directions = self._update_grouped(ready, grads)
         elif self.preconditioner is not None:
             directions = self.preconditioner.directions(grads, damping, ready)

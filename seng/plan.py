@@ -154,6 +154,28 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
         demoted[largest.dims.name] = "implicit" if smaller else "plain"
 
 
+def pooled_plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None) -> list[Plan]:
+    """One basis per layer, held by all ranks; where memory is short, the rank is halved, then the largest goes without."""
+    rank = curvature.rank or WIDEST
+    if curvature.form == "explicit":
+        rank = max((d.samples for d in dims), default=1)
+    left = list(dims)
+    while True:
+        widths = {d.name: min(rank, d.n) if curvature.averaging else min(rank, d.n, d.samples) for d in left}
+        plans = [
+            Plan(d, "merged", widths[d.name], f"k = {widths[d.name]} directions, the same on all ranks", asks=False)
+            if d.name in widths
+            else Plan(d, "plain", 0, f"does not fit into {size_of(budget or 0)} of memory")
+            for d in dims
+        ]
+        if budget is None or sum(p.bytes for p in plans) <= budget:
+            return plans
+        if rank > 1:
+            rank //= 2
+        else:
+            left.remove(max(left, key=lambda d: d.n))
+
+
 def _within(d: Dims, curvature: Curvature, rank: int, budget: int, demoted: Kept | None) -> Plan:
     if demoted == "plain":
         return Plan(d, "plain", 0, f"does not fit into {size_of(budget)} of memory")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -21,19 +22,21 @@ from seng.capture import Capture, loss_scale
 from seng.checks import check_options
 from seng.curvature import Curvature, Units
 from seng.diagnostics import Refresh, describe
-from seng.distributed import check_whole
+from seng.distributed import Census
 from seng.implicit import Implicit
 from seng.job import Job
 from seng.notices import Notices, listed, not_captured
 from seng.numerics import reduced
 from seng.operators import HALF, Operator
-from seng.plan import Plan, budget, plan, site_dims
+from seng.plan import Plan, budget, plan, pooled_plan, site_dims
+from seng.ranks import Ranks
 from seng.refresh import build, grams
 from seng.replay import Replay
 from seng.samples import Samples
+from seng.sharded import check_placements
 from seng.sites import Segment, Site, survey
 from seng.solver import Gradients, OneByOne, Ready, Solve, sort
-from seng.state import pack, unpack
+from seng.spread_state import pack_block, unpack_block
 from seng.windows import Windows
 
 # Why these two: docs/tuning.md. On digits less damping is within noise and 0.03 or 0.1 is worse; refreshing more often is no
@@ -61,12 +64,15 @@ class Preconditioner:
         refresh_every: int,
         units: Units,
         strict: bool,
+        strategy: str | None = None,
     ) -> None:
         check_options(curvature, refresh_every, units)
+        self.ranks = Ranks(strategy, module, curvature)
         self.module, self.curvature, self.refresh_every, self.units = module, curvature, refresh_every, units
         self.budget = budget(curvature, module)
         self.notices = Notices(strict)
         self.seed = torch.initial_seed() % 2**63  # read, not drawn: the global stream stays as it is
+        self.half = False  # whether bases are kept in half precision: on a GPU, where the network itself is trained so
         self.steps = 0
         self.own_batch = False  # whether this step's curvature comes from a batch of its own
         self.missed = False  # whether the last refresh found no samples at all
@@ -101,18 +107,20 @@ class Preconditioner:
                 f"{len(foreign)} of {len(params)} parameters are not the module's (the first has shape {foreign[0]}): "
                 "pass the module that holds them as module=…"
             )
-        check_whole(params)
+        check_placements(params, self.ranks.team.strategy)
         sites, uncovered = survey(self.module, params)
         if not sites:
             raise ValueError(f"no layer of {type(self.module).__name__} is covered, so SENG would be SGD: {listed(uncovered)}")
         self.notices.uncovered(uncovered)
+        settings = {"refresh_every": self.refresh_every, "units": self.units}
+        self.seed, self.budget = self.ranks.meet(sites, settings, self.seed, self.budget)
         before, records = self.state(), self._records()
         if self.sites:
             self.capture.remove()
         self.trained, self.sites, self.uncovered = params, sites, uncovered
         self._kept = None
         self._waiting.clear()
-        early = partial(grams, run=self.replay) if self.curvature.sketch is None else None
+        early = partial(grams, run=self.replay) if self.curvature.sketch is None and not self.ranks.team.pools else None
         self.samples = Samples(sites, self.curvature.samples, WeakMethod(self._keep), early)  # weak: no cycle holds the engine
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
         if before:
@@ -174,9 +182,17 @@ class Preconditioner:
     def directions(self, grads: Gradients, damping: Dampings, ready: Ready) -> dict[nn.Parameter, Tensor]:
         """The direction for every gradient: λ(M + λI)⁻¹g, or (M + λI)⁻¹g in the paper's units."""
         with torch.autocast(self.sites[0].lead.device.type, enabled=False):
-            out = ready.directions(grads)
+            out = self._solved(grads, ready)
             self.note(out)
             return {p: d / damping[p] for p, d in out.items()} if self.units == "paper" else out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _averaged(self, grads: Gradients, ready: Ready) -> dict[nn.Parameter, Tensor]:
+        assert self.ranks.averaging is not None
+        return self.ranks.averaging.directions(grads, ready, self.blocks)
+
+    def _solved(self, grads: Gradients, ready: Ready) -> dict[nn.Parameter, Tensor]:
+        return ready.directions(grads) if self.ranks.averaging is None else self._averaged(grads, ready)
 
     def ready(self, grads: Gradients, damping: Dampings, updates: bool = False, traced: bool = False) -> Ready:
         """The blocks to solve with at this step, refreshed and factorized; one by one where the solve is traced.
@@ -227,6 +243,8 @@ class Preconditioner:
         """End the step; one that found nothing to begin with, as when tools step to fill an optimizer's state, is not one."""
         self.steps += not (self.missed and not self.blocks)
         self._rearm()
+        if self.ranks.averaging is not None and not self.refresh_due and self._kept is not None:
+            self.ranks.averaging.ahead(self._kept[4], self.blocks)
 
     def _take_plain(self, index: int, why: str) -> None:
         self.notices.plain(self.sites[index].name, why)
@@ -236,37 +254,30 @@ class Preconditioner:
 
     def _bare(self, index: int, grads: Gradients) -> bool:
         """Whether a site that should have curvature is in use without any."""
-        known = index in self.blocks or index in self.refused or index in self.owed
+        known = index in self.blocks or index in self.refused or index in self.owed or self.ranks.elsewhere(index)
         return not known and self.sites[index].in_use(grads)
 
     def _refresh(self, grads: Gradients, damping: Dampings) -> list[int]:
         """Build the blocks of all sites that were captured; the sites that succeeded."""
+        seen = self.ranks.census(self.samples, self.steps, self.trained)
         # Without samples, as when tools step to fill an optimizer's state, the refresh is still owed.
-        self.missed = self.samples.total == 0
+        self.missed = sum(seen.totals) == 0
         found: list[int] = []
         for index, site in enumerate(self.sites):
-            reason = self.samples.mismatch(index)
+            reason = self.samples.mismatch(index) or seen.mismatch(index)
             if reason is not None:
                 self._take_plain(index, reason)
-            elif self.samples.captured(index):
+            elif seen.captured(index):
                 found.append(index)
             elif not (self.own_batch or self.loaded) and self.sites[index].in_use(grads):
                 raise not_captured(site.name)
-        rho = min(self.samples.total, self.curvature.samples or self.samples.total)
-        numbers = self.samples.numbers
-        dims = [site_dims(self.sites[i], self.samples.kappa(i), rho, numbers(i), self._half) for i in found]
-        jobs: dict[int, Job] = {}
-        scale = 1.0 if self.own_batch else loss_scale()
-        known = self.samples.known_grams(scale)
-        for index, chosen in zip(found, plan(dims, self.curvature, self.budget, self.refresh_every), strict=True):
-            self.plans[index] = chosen
-            if chosen.form == "plain":
-                self._take_plain(index, chosen.why)
-            else:
-                self.notices.sketch(self.curvature.sketch, chosen.dims)
-                jobs[index] = self._job(index, chosen, grads, self.sites[index].damping(damping), scale, known.get(index))
+        self.ranks.know(found, self.sites, seen)
+        self.half = seen.half and self.sites[0].lead.is_cuda
+        pools = self.ranks.team.pools
+        jobs = self._pooled_jobs(found, seen, damping) if pools else self._jobs(found, grads, damping)
+        curvature = replace(self.curvature, form="merged", sketch=None) if pools else self.curvature
         with self.samples.together:
-            built = dict(zip(jobs, build(list(jobs.values()), self.curvature, self.replay), strict=True))
+            built = dict(zip(jobs, build(list(jobs.values()), curvature, self.replay), strict=True))
         for index, block in built.items():
             if jobs[index].failed:
                 self.notices.failed(self.sites[index].name, jobs[index].failed)
@@ -274,23 +285,55 @@ class Preconditioner:
                 self._install(index, block)
             elif len(jobs[index].gram):  # the last good curvature stays; without one it is the plain gradient, and one is owed
                 self._drop_refresh(index)
-        return [index for index, block in built.items() if block is not None]
+        refreshed = [index for index, block in built.items() if block is not None]
+        self.ranks.agree(self.blocks, refreshed, self.sites)
+        return refreshed
+
+    def _jobs(self, found: list[int], grads: Gradients, damping: Dampings) -> dict[int, Job]:
+        """Of this rank's samples."""
+        found = [i for i in found if self.samples.captured(i)]
+        rho = min(self.samples.total, self.curvature.samples or self.samples.total)
+        numbers = self.samples.numbers
+        dims = [site_dims(self.sites[i], self.samples.kappa(i), rho, numbers(i), self.half) for i in found]
+        jobs: dict[int, Job] = {}
+        known = self.samples.known_grams(self._scale)
+        for index, chosen in zip(found, plan(dims, self.curvature, self.budget, self.refresh_every), strict=True):
+            self.plans[index] = chosen
+            if chosen.form == "plain":
+                self._take_plain(index, chosen.why)
+                continue
+            self.notices.sketch(self.curvature.sketch, chosen.dims)
+            U = self.samples.take(index, self._scale)
+            self._check_sum(index, chosen, U, grads)
+            jobs[index] = self._job(index, chosen, U, damping, known.get(index))
+        return jobs
+
+    def _pooled_jobs(self, found: list[int], seen: Census, damping: Dampings) -> dict[int, Job]:
+        """Of the samples of all ranks."""
+        dims = [site_dims(self.sites[i], seen.kappa(i), sum(seen.of(i)), 0, self.half) for i in found]
+        plans = dict(zip(found, pooled_plan(dims, self.curvature, self.budget), strict=True))
+        self.plans |= plans
+        for index, chosen in plans.items():
+            if chosen.form == "plain":
+                self._take_plain(index, chosen.why)
+        kept = {index: chosen for index, chosen in plans.items() if chosen.form != "plain"}
+        Us = self.ranks.pool(kept, self.samples, seen, self._scale, lambda index: partial(self._generator, index))
+        return {index: self._job(index, plans[index], U, damping, None) for index, U in Us.items()}
 
     @property
-    def _half(self) -> bool:
-        """Whether bases are kept in half precision: on a GPU, where the network itself is trained so."""
-        return bool(self.samples.half) and self.sites[0].lead.is_cuda
+    def _scale(self) -> float:
+        """Of the loss, which the captured gradients carry."""
+        return 1.0 if self.own_batch else loss_scale()
 
-    def _job(self, index: int, chosen: Plan, grads: Gradients, damping: float, scale: float, known: Tensor | None) -> Job:
+    def _job(self, index: int, chosen: Plan, U: Operator, dampings: Dampings, known: Tensor | None) -> Job:
         site, active = self.sites[index], self.samples.active[index]
-        U = self.samples.take(index, scale)
-        self._check_sum(index, chosen, U, grads)
+        damping = site.damping(dampings)
         previous = self.blocks.get(index)
         # Only curvature of the same parameters in the same precision can be accumulated.
         alike = previous is not None and self.covered[index] == active and previous.gram.dtype == site.dtype
         # Rounding a basis changes d by about 1e-4 of λ_max/λ; and an explicit form that is asked for is to be exact.
         harmless = not self.curvature.relative_damping or damping >= HALF_FROM
-        half = self._half and site.dtype == torch.float32 and self.curvature.form != "explicit" and harmless
+        half = self.half and site.dtype == torch.float32 and self.curvature.form != "explicit" and harmless
         timer = self.samples.timer(index)
         return Job(U, chosen, damping, half, previous if alike else None, partial(self._generator, index), timer, known)
 
@@ -308,7 +351,7 @@ class Preconditioner:
     def _check_sum(self, index: int, chosen: Plan, U: Operator, grads: Gradients) -> None:
         """Whether the samples add up to the gradient, up to scale; once per layer. If not, U tells only a part of the story."""
         reduced_factors = chosen.form == "implicit" and chosen.dims.kappa > chosen.rank and isinstance(U, Implicit)
-        partial = reduced_factors or self.own_batch or self.curvature.samples is not None
+        partial = reduced_factors or self.own_batch or self.curvature.samples is not None or self.ranks.team.many
         if index in self.checked or partial or not U.samples:
             return
         self.checked.add(index)
@@ -365,7 +408,10 @@ class Preconditioner:
         for index, block in self.blocks.items():
             lead = self.sites[index].lead
             active = [s in self.covered[index] for s in self.sites[index].segments]
-            out[lead] |= {"active": torch.tensor(active, device=lead.device), "block": pack(block, lead.device)}
+            out[lead] |= {
+                "active": torch.tensor(active, device=lead.device),
+                "block": pack_block(self.sites[index], self.covered[index], block),
+            }
         return out
 
     def load_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
@@ -396,8 +442,8 @@ class Preconditioner:
             active = tuple(s for s, used in zip(site.segments, on, strict=False) if used)
             if not active:
                 continue
-            block = unpack(entry["block"], Block, site.lead.device, site.dtype)
-            if len(on) == len(site.segments) and block.U.shape == site.shape(active):
+            block = unpack_block(site, active, entry["block"]) if len(on) == len(site.segments) else None
+            if block is not None:
                 block.relative = self.curvature.relative_damping
                 self.blocks[index], self.covered[index] = block, active
         self.missed = missed or not self.blocks

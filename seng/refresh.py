@@ -146,7 +146,7 @@ def _chosen(
 
 def _average(jobs: Sequence[Job], curvature: Curvature, run: Run) -> None:
     """δM_old + (1 − δ)M_new, at most `rank` directions, less where eigenvalues are far below λ."""
-    together([job.stack(curvature.averaging) for job in jobs], run)
+    together([task for job in jobs if (task := job.stack(curvature.averaging)) is not None], run)
     groups, counts = _by_size(jobs), []
     for same in groups:
         K = torch.stack([job.gram for job in same])
@@ -166,12 +166,12 @@ def _average(jobs: Sequence[Job], curvature: Curvature, run: Run) -> None:
     for same, numbers in zip(groups, seen, strict=True):
         for job, count in zip(same, numbers, strict=True):
             if count < 0:  # what was kept before is not finite: it goes
-                job.gram, job.top = job.fresh
+                job.begin_anew()
                 continue
             k = job.before if patient else job.steady(min(1 << max(3, (count - 1).bit_length()), job.plan.rank))
             job.patience = job.left - 1 if patient else PATIENCE if k == job.before == job.plan.rank else 0
             tasks.append(job.truncate(k))
-    together(tasks, run)
+    together([task for task in tasks if task is not None], run)
 
 
 def _large_ones(K: Tensor, lam: Tensor, start: Tensor, *, widest: int, relative: bool) -> tuple[Tensor, Tensor, Tensor]:

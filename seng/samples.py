@@ -83,7 +83,7 @@ class Samples:
         index, member = self.layers[layer]
         site = self.sites[index]
         active = self.active.get(index) or site.active()
-        if not any(accumulates(segment.param) for segment in active):
+        if not any(accumulates(segment.used) for segment in active):
             return
         backward = self._of(task)
         self.active[index] = active
@@ -162,7 +162,12 @@ class Samples:
         return self.backwards[task]
 
     def _stale(self) -> bool:
-        """Whether the gradients that belong to the captures are gone: not there, or zero where the captures are not."""
+        """Whether the gradients that belong to the captures are gone: not there, or zero where the captures are not.
+
+        FSDP2 keeps gradients that are not to be reduced yet where nobody sees them: there only `zero_grad` tells.
+        """
+        if any(self.sites[i].sharded for i in self.active):
+            return False
         grads = [s.param.grad for i in self.active for s in self.active[i]]
         if any(g is not None and g.any() for g in grads):
             return False
@@ -192,6 +197,10 @@ class Samples:
             if count is not None and count != backward.samples:
                 return differs(count, backward.samples)
         return None
+
+    def count(self, index: int) -> int:
+        """Samples of a site that `take` gives."""
+        return sum(backward.pieces[index].samples for backward in self.backwards.values() if index in backward.pieces)
 
     def captured(self, index: int) -> bool:
         """Whether a backward reached the site."""

@@ -18,6 +18,7 @@ from seng.implicit import Implicit
 from seng.layers import ARRANGEMENTS, Kind, kind_of
 from seng.lookup import Lookup
 from seng.operators import HALF, Explicit, Operator, Shape, wide
+from seng.sharded import Sharded, from_parts, holders, is_sharded, like, local
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,13 @@ class Member:
     name: str
     module: nn.Module
     kind: Kind
+    params: frozenset[nn.Parameter] = frozenset()  # its own, as they were when the optimizer was built
+
+    def holds(self, param: nn.Parameter, name: str) -> bool:
+        """Whether the parameter is its own by that name; FSDP2 puts another in its place while a backward runs."""
+        if is_sharded(param):
+            return param in self.params and name in self.module._parameters
+        return getattr(self.module, name, None) is param
 
     def matrix(self, param: str, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape as (h, n_G, width)."""
@@ -50,6 +58,11 @@ class Segment:
     owner: Member
     name: str
     shape: Shape  # (h, n_G, width)
+
+    @property
+    def used(self) -> Tensor:
+        """What the layer uses in its place at the moment: FSDP2 has it whole while a backward runs."""
+        return getattr(self.owner.module, self.name, self.param) if is_sharded(self.param) else self.param
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +101,17 @@ class Site:
         """The segments that are trained now."""
         return tuple(segment for segment in self.segments if segment.param.requires_grad)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether its parameters are spread over ranks."""
+        return is_sharded(self.lead)
+
     def in_use(self, grads: Mapping[nn.Parameter, Tensor]) -> bool:
-        """Whether a gradient has reached it."""
-        return any(s.param in grads and bool(grads[s.param].any()) for s in self.active())
+        """Whether a gradient has reached it; of a spread one, whether any rank's part of it has been reached."""
+        reached = any(s.param in grads and bool(local(grads[s.param]).any()) for s in self.active())
+        if not self.sharded:
+            return reached
+        return any(row[0] for row in holders(self.lead).gathered([int(reached)], self.lead.device, "looking at gradients"))
 
     def damping(self, dampings: Mapping[nn.Parameter, float]) -> float:
         """Its parameters' one damping."""
@@ -106,7 +127,10 @@ class Site:
         return h, n_G, sum(segment.shape[2] for segment in active)
 
     def gather(self, active: tuple[Segment, ...], tensors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
-        """One tensor per parameter -> z (n,); a missing one counts as zero."""
+        """One tensor per parameter -> z (n,), or this rank's part of it; a missing one counts as zero."""
+        if self.sharded:
+            found = [local(tensors[s.param] if s.param in tensors else torch.zeros_like(s.param)) for s in active]
+            return torch.cat([t.reshape(-1).to(dtype) for t in found])
         parts = [
             s.owner.matrix(s.name, tensors[s.param]).to(dtype)
             if s.param in tensors
@@ -117,12 +141,24 @@ class Site:
 
     def scatter(self, active: tuple[Segment, ...], d: Tensor) -> dict[nn.Parameter, Tensor]:
         """d (n,) -> one tensor per parameter."""
+        if self.sharded:
+            pieces = d.split([local(s.param).numel() for s in active])
+            return {s.param: like(t.view_as(local(s.param)), s.param) for s, t in zip(active, pieces, strict=True)}
+        return self._scattered(active, d)
+
+    def spread(self, active: tuple[Segment, ...], Y: Tensor) -> Sharded:
+        """A basis Y (k, n) of the whole -> this rank's part."""
+        found = [self._scattered(active, y) for y in Y]
+        parts = [torch.stack([one[s.param] for one in found], -1) for s in active]
+        return from_parts(parts, [s.param for s in active], Y.dtype)
+
+    def _scattered(self, active: tuple[Segment, ...], d: Tensor) -> dict[nn.Parameter, Tensor]:
         parts = d.view(self.shape(active)).split([s.shape[2] for s in active], 2)
         return {s.param: s.owner.kind.layout[1](s.owner.module, s.name, part) for s, part in zip(active, parts, strict=True)}
 
     def operator(self, active: tuple[Segment, ...], member: Member, a: Tensor, g: Tensor) -> Operator:
         """U of one call of one layer, unscaled: its columns are the captured per-sample gradients."""
-        own = {s.param: s.name for s in active if getattr(member.module, s.name, None) is s.param}
+        own = {s.param: s.name for s in active if member.holds(s.param, s.name)}
         if not (member.kind.factored or member.kind.any_precision) and a.is_floating_point():
             a, g = a.to(wide(a.dtype)), g.to(wide(g.dtype))
         elif g.dtype in HALF and a.is_floating_point():
@@ -204,7 +240,7 @@ def _site(shared: set[nn.Parameter], entries: list[tuple[str, nn.Module]], atten
             kind = f"nn.MultiheadAttention '{attention[layer]}' does not call it as a module"
         if isinstance(kind, str):
             return kind if len(entries) == 1 else f"{kind} (and they share a parameter: {', '.join(n for n, _ in entries)})"
-        members.append(Member(name, layer, kind))
+        members.append(Member(name, layer, kind, frozenset(p for p in layer._parameters.values() if p is not None)))
 
     segments: dict[nn.Parameter, Segment] = {}
     for member in members:
@@ -215,7 +251,7 @@ def _site(shared: set[nn.Parameter], entries: list[tuple[str, nn.Module]], atten
                 return "complex parameters are not supported"
             if member.kind.factored and key not in ("weight", "bias"):
                 return f"a rule with factors knows a weight and a bias; '{key}' is neither"
-            rows = member.matrix(key, p.detach())
+            rows = member.matrix(key, torch.empty(p.shape, device="meta") if is_sharded(p) else p.detach())
             shape = (rows.shape[0], rows.shape[1], rows.shape[2])
             segment = segments.setdefault(p, Segment(p, member, key, shape))
             first = next(iter(segments.values())).shape

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from seng.block import Block
-from seng.diagnostics import compare, compare_energies
+from seng.diagnostics import compare, compare_energies, cosine_of
 from seng.grouped import Grouped, Hyper, Item, Piece, available, fits
 from seng.layers import ROWS
 from seng.operators import Explicit, Merged
 from seng.replay import capturing, side_stream, write
+from seng.sharded import Sharded
 from seng.sites import Segment, Site
 from seng.sketch import Identity
 from seng.windows import Windows
@@ -56,7 +57,12 @@ class Solve:
         """cos(g, d) and ‖d‖/‖g‖ of the last call, to be worked out when they are asked for."""
         if not self.seen:
             g, d = (self.site.gather(self.active, x, self.block.gram.dtype) for x in (grads, directions))
-            numbers = compare(g, d)
+            if isinstance(self.block.U, Sharded):  # each rank has a part
+                sums = torch.stack([g @ g, d @ d, g @ d])
+                self.block.U.team.sum_([sums], "comparing directions")
+                numbers = cosine_of(*sums)
+            else:
+                numbers = compare(g, d)
             return lambda: numbers
         c, b = (t.clone() for t in self.seen)
         return partial(_energies, torch._foreach_norm([grads[p] for p in self.params]), c, b, self.lam)
@@ -127,13 +133,35 @@ class OneByOne:
     def _solved(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
         whole = bool(self.solves) and all(p in grads for p in self.params)
         devices = {solve.site.lead.device for solve in self.solves}
+        spread = any(isinstance(solve.block.U, Sharded) for solve in self.solves)  # these send something
         recordable = whole and len(devices) == 1 and devices.pop().type == "cuda" and not torch.compiler.is_compiling()
+        recordable = recordable and not spread
         if recordable and self.graph is None and self.called and not capturing():
             self.graph = Recorded(self.solves, grads)
         if recordable and self.graph is not None:
             return dict(zip(self.params, self.graph([grads[p] for p in self.params]), strict=True))
         self.called = True
-        return {p: d for solve in self.solves for p, d in solve(grads).items()}
+        alone = [solve for solve in self.solves if not isinstance(solve.block.U, Sharded)]
+        out = {p: d for solve in alone for p, d in solve(grads).items()}
+        return out | _spread([solve for solve in self.solves if isinstance(solve.block.U, Sharded)], grads) if spread else out
+
+
+def _spread(solves: Sequence[Solve], grads: Gradients) -> dict[nn.Parameter, Tensor]:
+    """λ(M + λI)⁻¹g where each rank has a part of g: the layers' Uᵀg travel in one message."""
+    gs = [s.site.gather(s.active, grads, s.block.gram.dtype) for s in solves]
+    Us = [s.block.U for s in solves]
+    cs = [U.Y @ g for U, g in zip(Us, gs, strict=True)]  # type: ignore[attr-defined]
+    teams = {U.team: U.team for U in Us}  # type: ignore[attr-defined]
+    for team in teams:
+        team.sum_([c for c, U in zip(cs, Us, strict=True) if U.team == team], "Uᵀg of spread parameters")  # type: ignore[attr-defined]
+    out: dict[nn.Parameter, Tensor] = {}
+    for s, U, g, c in zip(solves, Us, gs, cs, strict=True):
+        b = s.inverse @ c.to(s.inverse.dtype)
+        fine = b.isfinite().all()
+        s.block.failures += ~fine
+        d = g - U.mv(torch.where(fine, b, 0).to(g.dtype))
+        out |= {p: part.to(p.dtype) for p, part in s.site.scatter(s.active, d).items() if p in grads}
+    return out
 
 
 @dataclass(frozen=True)

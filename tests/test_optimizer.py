@@ -281,7 +281,7 @@ BAD = {
     r"memory is bytes \(an int\) or a fraction in \(0, 1\], not 1.5": lambda m: seng.Curvature(memory=1.5),
     "the damping cannot be relative": lambda m: seng.SENG(m, units="paper"),
     "unknown units 'si'": lambda m: seng.SENG(m, units="si"),
-    "unknown strategy 'shared'": lambda m: seng.SENG(m, strategy="shared"),
+    "unknown strategy 'ring'": lambda m: seng.SENG(m, strategy="ring"),
     "no layer of Sequential is covered.*a recurrent layer runs its time steps inside one operation": lambda m: seng.SENG(
         nn.Sequential(nn.LSTM(2, 2)), lr=0.1
     ),

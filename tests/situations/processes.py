@@ -2,6 +2,7 @@
 
 import tempfile
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -31,19 +32,39 @@ def _():
     in_a_group(1, run)
 
 
-@situation("Processes", "a process group of several")
+def among_two(function, *args):
+    """On two ranks: what the first one's weights are, and that the other's are the same."""
+    from several import Ranks
+
+    ranks = Ranks(2)
+    try:
+        first, second = ranks(function, *args)
+    finally:
+        ranks.close()
+    assert torch.equal(first, second)
+    return first
+
+
+@situation("Processes", "DistributedDataParallel with two processes")
 def _():
-    in_a_group(2, lambda: sengs(mlp()))
+    from test_distributed import train
+
+    torch.set_default_dtype(torch.float64)
+    assert torch.allclose(among_two(train, 6, {}, [6, 6]), train(0, 6, {"form": "merged"}, None))
 
 
-@situation("Processes", "FSDP2 (fully_shard)")
+@situation("Processes", "FSDP2 (fully_shard) with two processes")
 def _():
-    def run():
-        from torch.distributed.fsdp import fully_shard
+    from test_distributed import train
+    from test_fsdp import trained
 
-        sengs(fully_shard(mlp()))
+    torch.set_default_dtype(torch.float64)
+    assert torch.allclose(among_two(trained, 6, {}), train(0, 6, {"form": "merged"}, None))
 
-    in_a_group(1, run)
+
+@situation("Processes", "strategy='local' among several")
+def _():
+    in_a_group(2, lambda: sengs(mlp(), strategy="local"))
 
 
 @situation("Processes", "nn.DataParallel without GPUs")

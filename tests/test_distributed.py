@@ -1,0 +1,317 @@
+"""Several ranks: `shared` is one process on all samples, `block` and `lagged` are their formulas; uneven and empty batches,
+frozen and unused layers, errors in place of hangs.
+"""
+
+import naive
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import LAYERS
+from several import Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import seng
+
+CASES = {case.name: case for case in LAYERS}
+LAM = 0.3
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request, two, four):
+    return two if request.param == 2 else four
+
+
+def exact(**options):
+    """Nothing is cut off, and λ is absolute."""
+    return seng.Curvature(**{"rank": 10**6, "decay": 0, "relative_damping": False, **options})
+
+
+def parts(total: int, size: int, sizes=None) -> list[slice]:
+    sizes = sizes or [total // size] * size
+    starts = [sum(sizes[:i]) for i in range(size)]
+    return [slice(start, start + count) for start, count in zip(starts, sizes, strict=True)]
+
+
+def example(name: str, count: int):
+    torch.manual_seed(1)
+    case = CASES[name]
+    layer = case.layer()
+    x = case.input(count)
+    return layer, x, case.target(layer, count)
+
+
+def wanted(u_of: list[torch.Tensor], lam: float, blocks: bool = False) -> torch.Tensor:
+    """(M + λI)⁻¹g with M and g as means over ranks; or the mean of the ranks' (M_i + λI)⁻¹g."""
+    g = torch.stack([u.mean(0) if len(u) else torch.zeros(u.shape[1]) for u in u_of]).mean(0)
+    Ms = [u.T @ u / max(1, len(u)) for u in u_of]
+    if blocks:
+        return torch.stack([naive.dense_direction(M, g, lam) for M in Ms]).mean(0)
+    return naive.dense_direction(torch.stack(Ms).mean(0), g, lam)
+
+
+def step_of(model, opt, x, target, loss=naive.loss_of):
+    opt.zero_grad()
+    loss(model(x), target).backward()
+    before = naive.flat([p.detach().clone() for p in naive.trained(model)])
+    opt.step()
+    return before - naive.flat([p.detach() for p in naive.trained(model)])
+
+
+def one_step(rank, names, strategy, options, sizes=None):
+    size, out = dist.get_world_size(), {}
+    for name in names:
+        count = sum(sizes) if sizes else 3 * size
+        layer, x, target = example(name, count)
+        part = parts(count, size, sizes)[rank]
+        model = DistributedDataParallel(layer)
+        curvature = exact(**options)
+        opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=curvature, strategy=strategy)
+        out[name] = step_of(model, opt, x[part], target[part])
+    return out
+
+
+def check(ranks, strategy, options=(), blocks=False, sizes=None, names=tuple(CASES)):
+    found = ranks(one_step, list(names), strategy, dict(options), sizes)
+    for name in names:
+        count = sum(sizes) if sizes else 3 * ranks.size
+        layer, x, target = example(name, count)
+        u = naive.per_sample_gradients(layer, x, target)
+        want = wanted([u[part] for part in parts(count, ranks.size, sizes)], LAM, blocks)
+        for got in found:
+            assert naive.relative_error(got[name], want) < 1e-9, name
+
+
+def test_shared_is_one_process_on_all_samples(ranks):
+    check(ranks, None)
+
+
+@pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
+def test_block_is_the_mean_of_the_ranks_directions(ranks, form):
+    check(ranks, "block", {"form": form}, blocks=True)
+
+
+def test_ranks_weigh_alike_however_many_samples_they_have(four):
+    few = ["linear", "conv2d", "embedding-sequence", "layer-norm", "linear-sequence"]
+    check(four, None, sizes=[1, 5, 2, 4], names=few)
+    check(four, "block", blocks=True, sizes=[1, 5, 2, 4], names=few)
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batches(steps: int, count: int):
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        yield torch.randn(count, 1, 4, 4, generator=generator), torch.randn(count, 3, generator=generator)
+
+
+def train(rank, steps, options, sizes, settings=None, accumulate=1):
+    """Weights after training; in one process where there are no sizes."""
+    model = network()
+    part = slice(None) if sizes is None else parts(sum(sizes), len(sizes), sizes)[rank]
+    wrapped = model if sizes is None else DistributedDataParallel(model)
+    settings = {"damping": 0.01, "refresh_every": 3, **(settings or {})}
+    opt = seng.SENG(wrapped, lr=0.05, curvature=seng.Curvature(**options), **settings)
+    for x, target in batches(steps, 12):
+        x, target = x[part], target[part]
+        opt.zero_grad()
+        for i, (a, b) in enumerate(zip(x.chunk(accumulate), target.chunk(accumulate), strict=True)):
+            last = i == accumulate - 1
+            with wrapped.no_sync() if sizes is not None and not last else torch.enable_grad():
+                (naive.loss_of(wrapped(a), b) / accumulate).backward()
+        opt.step()
+    return naive.flat([p.detach() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 5}, {"decay": 0, "rank": 6}, {"form": "merged", "samples": 3}], ids=str)
+def test_training_with_shared_curvature_is_training_in_one_process(ranks, options):
+    sizes = [12 // ranks.size] * ranks.size
+    found = ranks(train, 10, options, sizes)
+    assert all(torch.equal(w, found[0]) for w in found)
+    if "samples" not in options:  # which are per rank
+        assert naive.relative_error(found[0], train(0, 10, {"form": "merged", **options}, None)) < 1e-8
+
+
+def test_accumulation_is_one_large_batch(two):
+    once, twice = two(train, 7, {}, [6, 6]), two(train, 7, {}, [6, 6], None, 2)
+    assert naive.relative_error(twice[0], once[0]) < 1e-9
+
+
+def lagged(rank, steps, wrap, options):
+    torch.manual_seed(1)
+    layer = nn.Linear(5, 3)
+    model = DistributedDataParallel(layer) if wrap else layer
+    settings = {"refresh_every": 3, "strategy": "lagged", "units": "paper"}
+    opt = seng.SENG(model, lr=0.01, momentum=0.0, damping=LAM, curvature=exact(**options), **settings)
+    seen = []
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        x, target = torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        part = parts(8, size)[rank]
+        opt.zero_grad()
+        naive.loss_of(model(x[part]), target[part]).backward()
+        if not wrap and size > 1:
+            for p in layer.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= size
+        before = naive.flat([p.detach().clone() for p in layer.parameters()])
+        opt.step()
+        seen.append((before - naive.flat([p.detach() for p in layer.parameters()])) / 0.01)
+    return seen
+
+
+def lagged_by_hand(size, steps):
+    torch.manual_seed(1)
+    layer = nn.Linear(5, 3)
+    generator = torch.Generator().manual_seed(7)
+    out, before, Ms = [], None, []
+    for k in range(steps):
+        x, target = torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
+        u = naive.per_sample_gradients(layer, x, target)
+        g = u.mean(0)
+        if k % 3 == 0:
+            Ms = [naive.fisher(u[part]) for part in parts(8, size)]
+        base = g if before is None else before
+        correction = torch.stack([base - LAM * naive.dense_direction(M, base, LAM) for M in Ms]).mean(0)
+        out.append((g - correction) / LAM)
+        before = g
+        with torch.no_grad():
+            for p, d in zip(layer.parameters(), out[-1].split([15, 3]), strict=True):
+                p -= 0.01 * d.view_as(p)
+    return out
+
+
+@pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
+@pytest.mark.parametrize("wrap", [True, False], ids=["in the gradients' messages", "by itself"])
+def test_lagged_is_its_formula(ranks, wrap, form):
+    want = lagged_by_hand(ranks.size, 8)
+    for found in ranks(lagged, 8, wrap, {"form": form}):
+        for got, d in zip(found, want, strict=True):
+            assert naive.relative_error(got, d) < 1e-9
+
+
+def test_lagged_in_one_process_is_its_formula():
+    for got, d in zip(lagged(0, 8, False, {}), lagged_by_hand(1, 8), strict=True):
+        assert naive.relative_error(got, d) < 1e-9
+
+
+def independent(rank):
+    layer, x, target = example("linear", 8)
+    part = parts(8, dist.get_world_size())[rank]
+    model = DistributedDataParallel(layer)
+    curvature = exact(form="implicit", combine="independent")
+    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=curvature, strategy="block")
+    return step_of(model, opt, x[part], target[part])
+
+
+def test_block_with_independent_sides_takes_the_product_of_their_means(ranks):
+    layer, x, target = example("linear", 8)
+    u = naive.per_sample_gradients(layer, x, target)
+    g, sides = u.mean(0), []
+    for part in parts(8, ranks.size):
+        out = layer(x[part])
+        (G,) = torch.autograd.grad(naive.loss_of(out, target[part]) * len(x[part]), out)
+        rho = len(G)
+        U = u[part].T / rho**0.5
+        c = torch.linalg.solve(LAM * torch.eye(rho) + U.T @ U, U.T @ g)
+        A = torch.cat([x[part], torch.ones(rho, 1)], 1)
+        root = c.abs().sqrt()
+        sides.append(((root[:, None] * G / rho**0.5).sum(0), (c[:, None] * A).sum(0) / root.sum()))
+    G, A = (torch.stack(side).mean(0) for side in zip(*sides, strict=True))
+    product = torch.outer(G, A)
+    want = (g - torch.cat([product[:, :-1].reshape(-1), product[:, -1]])) / LAM
+    for got in ranks(independent):
+        assert naive.relative_error(got, want) < 1e-9
+
+
+class Branches(nn.Module):
+    """The second branch is used by odd ranks alone, the third by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.rank = 0
+
+    def forward(self, x):
+        return self.second(self.first(x)) if self.rank % 2 else self.first(x)
+
+
+def branches(rank, strategy):
+    model = Branches()
+    model.rank = rank
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = seng.SENG(
+        wrapped, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=exact(), strategy=strategy, refresh_every=2
+    )
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        opt.zero_grad()
+        naive.loss_of(wrapped(torch.randn(3, 4, generator=generator)), torch.ones(3, 4)).backward()
+        opt.step()
+    return naive.flat([p.detach() for p in model.parameters()]), model.third.weight.grad is None
+
+
+@pytest.mark.parametrize("strategy", ["shared", "block", "lagged"])
+def test_layers_that_some_ranks_or_none_use(ranks, strategy):
+    found = ranks(branches, strategy)
+    assert all(torch.equal(weights, found[0][0]) and unused for weights, unused in found)
+    assert found[0][0].isfinite().all()
+
+
+def an_empty_batch(rank, strategy):
+    layer, x, target = example("linear", 4)
+    model = DistributedDataParallel(layer)
+    part = slice(0, 0) if rank == 1 else parts(4, 2)[rank]
+    opt = seng.SENG(
+        model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=exact(), strategy=strategy, refresh_every=2
+    )
+    loss = lambda out, t: naive.loss_of(out, t) if len(out) else out.sum()  # noqa: E731
+    first = step_of(model, opt, x[part], target[part], loss)
+    for _ in range(4):
+        step_of(model, opt, x[part], target[part], loss)
+    return first
+
+
+@pytest.mark.parametrize("strategy", ["shared", "block"])
+def test_a_rank_without_samples(two, strategy):
+    layer, x, target = example("linear", 4)
+    u = naive.per_sample_gradients(layer, x, target)
+    want = wanted([u[:2], u[:0]], LAM, strategy == "block")
+    for got in two(an_empty_batch, strategy):
+        assert naive.relative_error(got, want) < 1e-9
+
+
+def frozen(rank, strategy):
+    model = network()
+    model[3].weight.requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    opt = seng.SENG(wrapped, lr=0.05, strategy=strategy, refresh_every=2)
+    part = parts(12, dist.get_world_size())[rank]
+    for x, target in batches(5, 12):
+        step_of(wrapped, opt, x[part], target[part])
+    return naive.flat([p.detach() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("strategy", ["shared", "block", "lagged"])
+def test_frozen_parameters_stay(ranks, strategy):
+    found = ranks(frozen, strategy)
+    assert all(torch.equal(w, found[0]) for w in found)

@@ -1,0 +1,109 @@
+"""Ranks that disagree, fail or are not there: an error that says what is wrong, within the timeout, and no hang."""
+
+import time
+
+import naive
+import pytest
+import torch
+from several import Ranks
+from torch import nn
+
+import seng
+
+TIMEOUT = 4
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def hasty():
+    """Two ranks that may break, and do not wait long."""
+    ranks = Ranks(2, TIMEOUT)
+    yield ranks
+    ranks.close()
+
+
+def other_model(rank):
+    seng.SENG(nn.Linear(4, 3 + rank))
+
+
+def other_options(rank):
+    seng.SENG(nn.Linear(4, 3), refresh_every=10 + rank)
+
+
+def other_damping_units(rank):
+    seng.SENG(nn.Linear(4, 3), curvature=seng.Curvature(relative_damping=bool(rank)))
+
+
+def stepped(model, opt, count=1):
+    for _ in range(count):
+        opt.zero_grad()
+        naive.loss_of(model(torch.ones(3, 4)), torch.ones(3, 3)).backward()
+        opt.step()
+
+
+def other_seed(rank):
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 3)
+    stepped(model, seng.SENG(model))
+
+
+def other_steps(rank):
+    model = nn.Linear(4, 3)
+    opt = seng.SENG(model, refresh_every=1)
+    stepped(model, opt)
+    if rank:
+        opt.preconditioner.steps += 1
+    stepped(model, opt)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (other_model, "rank 1 differs from rank 0 in its layers"),
+        (other_options, "rank 1 differs from rank 0 in its refresh_every: 11 where rank 0 has 10"),
+        (other_damping_units, "rank 1 differs from rank 0 in its curvature"),
+        (other_seed, "the weights of rank 1 are not those of rank 0: wrap the network in DistributedDataParallel"),
+        (other_steps, "the ranks refresh their curvature at different steps: [1, 2]"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_ranks_that_disagree_are_told_so(two, function, said):
+    for _, error in two.outcomes(function):
+        assert said in error
+
+
+def only_the_first(rank):
+    if rank == 0:
+        seng.SENG(nn.Linear(4, 3))
+
+
+def one_raises(rank):
+    model = nn.Linear(4, 3)
+    opt = seng.SENG(model)
+    if rank == 1:
+        raise ZeroDivisionError("on purpose")
+    stepped(model, opt)
+
+
+@pytest.mark.parametrize(("function", "what"), [(only_the_first, "meeting the other ranks"), (one_raises, "comparing weights")])
+def test_a_rank_that_is_missing_or_fails_ends_the_wait(hasty, function, what):
+    start = time.monotonic()
+    (_, error), _ = hasty.outcomes(function)
+    assert f"SENG, rank 0 of 2: {what} did not come about; another rank has failed" in error
+    assert time.monotonic() - start < TIMEOUT + 15
+
+
+def forms(rank, options):
+    seng.SENG(nn.Linear(4, 3), curvature=seng.Curvature(**options))
+
+
+@pytest.mark.parametrize("options", [{"form": "implicit", "decay": 0}, {"combine": "independent", "decay": 0}], ids=str)
+def test_factors_cannot_be_shared(two, options):
+    for _, error in two.outcomes(forms, options):
+        assert "keeps each sample's factors" in error and "strategy='block'" in error

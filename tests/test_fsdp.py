@@ -1,0 +1,164 @@
+"""FSDP2 and HSDP: parameters, gradients and bases are spread over ranks, and it is still one process on all samples."""
+
+import naive
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import LAYERS
+from several import Ranks
+from test_distributed import CASES, LAM, batches, exact, example, network, parts, train
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import seng
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request, two, four):
+    return two if request.param == 2 else four
+
+
+def whole(params) -> torch.Tensor:
+    return naive.flat([p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach() for p in params])
+
+
+def mesh_of(size: int, hybrid: bool):
+    return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards")) if hybrid else None
+
+
+def one_step(rank, names, hybrid):
+    size, out = dist.get_world_size(), {}
+    mesh = mesh_of(size, hybrid)
+    for name in names:
+        layer, x, target = example(name, 3 * size)
+        part = parts(3 * size, size)[rank]
+        model = fully_shard(nn.Sequential(layer), **({"mesh": mesh} if hybrid else {}))
+        before = whole(model.parameters())
+        opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=exact())
+        naive.loss_of(model(x[part]), target[part]).backward()
+        opt.step()
+        out[name] = before - whole(model.parameters())
+    return out
+
+
+def check(found, size, names):
+    for name in names:
+        layer, x, target = example(name, 3 * size)
+        u = naive.per_sample_gradients(layer, x, target)
+        want = naive.dense_direction(naive.fisher(u), u.mean(0), LAM)
+        for got in found:
+            assert naive.relative_error(got[name], want) < 1e-9, name
+
+
+def test_spread_parameters_are_one_process_on_all_samples(ranks):
+    names = [case.name for case in LAYERS]
+    check(ranks(one_step, names, False), ranks.size, names)
+
+
+def test_hybrid_sharding(four):
+    names = ["linear", "conv2d", "embedding-sequence", "layer-norm", "conv2d-groups"]
+    check(four(one_step, names, True), 4, names)
+    assert set(names) <= set(CASES)
+
+
+def sharded(model):
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def trained(rank, steps, options, accumulate=1):
+    model = sharded(network())
+    opt = seng.SENG(model, lr=0.05, curvature=seng.Curvature(**options), damping=0.01, refresh_every=3)
+    part = parts(12, dist.get_world_size())[rank]
+    for x, target in batches(steps, 12):
+        opt.zero_grad()
+        chunks = list(zip(x[part].chunk(accumulate), target[part].chunk(accumulate), strict=True))
+        for i, (a, b) in enumerate(chunks):
+            model.set_requires_gradient_sync(i == len(chunks) - 1)
+            (naive.loss_of(model(a), b) / accumulate).backward()
+        opt.step()
+    return whole(model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 5}, {"decay": 0, "rank": 6}], ids=str)
+def test_training_with_spread_parameters_is_training_in_one_process(ranks, options):
+    found = ranks(trained, 10, options)
+    want = train(0, 10, {"form": "merged", **options}, None)
+    assert all(naive.relative_error(w, want) < 1e-8 for w in found)
+
+
+def test_accumulation_is_one_large_batch(two):
+    once, twice = two(trained, 7, {}), two(trained, 7, {}, 2)
+    assert naive.relative_error(twice[0], once[0]) < 1e-9
+
+
+def refused(rank, strategy):
+    seng.SENG(sharded(network()), strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["block", "lagged"])
+def test_the_papers_strategies_need_whole_parameters(two, strategy):
+    for _, error in two.outcomes(refused, strategy):
+        assert "averages whole directions" in error and "leave strategy out" in error
+
+
+def saved(rank, folder, steps, options):
+    """Train, save, and train on."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = sharded(network())
+    opt = seng.SENG(model, lr=0.05, damping=0.01, refresh_every=4, curvature=seng.Curvature(**options))
+    part = parts(12, dist.get_world_size())[rank]
+    for i, (x, target) in enumerate(batches(2 * steps, 12)):
+        if i == steps:
+            weights, state = get_state_dict(model, opt)
+            dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
+        opt.zero_grad()
+        naive.loss_of(model(x[part]), target[part]).backward()
+        opt.step()
+    return whole(model.parameters())
+
+
+def resumed(rank, folder, steps, options):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = sharded(network())
+    opt = seng.SENG(model, lr=0.05, damping=0.01, refresh_every=4, curvature=seng.Curvature(**options))
+    weights, optim = get_state_dict(model, opt)
+    state = {"model": weights, "optim": optim}
+    seng.expect_curvature(state, folder)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    part = parts(12, dist.get_world_size())[rank]
+    for x, target in list(batches(2 * steps, 12))[steps:]:
+        opt.zero_grad()
+        naive.loss_of(model(x[part]), target[part]).backward()
+        opt.step()
+    return whole(model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"decay": 0}], ids=str)
+def test_a_checkpoint_resumes_on_another_number_of_ranks(two, four, tmp_path, options):
+    want = two(saved, str(tmp_path / "two"), 6, options)[0]  # in mid-period: two steps after a refresh
+    for ranks in (two, four):
+        found = ranks(resumed, str(tmp_path / "two"), 6, options)
+        assert all(naive.relative_error(w, want) < 1e-9 for w in found)
