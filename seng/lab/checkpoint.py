@@ -1,4 +1,7 @@
-"""Checkpoints that are whole or not there: written beside the last one, flushed to the disk, and only then put in its place."""
+"""Checkpoints that are whole or not there: written beside the last one, flushed to the disk, and only then put in its place.
+
+Rank 0 writes and reads, and all ranks go on from what it read: no other needs the file.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,23 @@ from typing import Any
 
 import torch
 
+from seng.lab.ranks import ALONE, SHARED, Ranks
+
 
 class Checkpoint:
     """One file that is written anew every so many seconds."""
 
-    def __init__(self, path: Path, seconds: float = 60.0) -> None:
-        self.path, self.seconds = path, seconds
+    def __init__(self, path: Path, seconds: float = 60.0, ranks: Ranks = ALONE) -> None:
+        self.path, self.seconds, self.ranks = path, seconds, ranks
         self.last = monotonic()
 
     def save(self, state: Callable[[], dict[str, Any]]) -> bool:
         """Write what `state` gives, if it is time; whether it did. A disk that is full keeps the last one and warns."""
-        if monotonic() - self.last < self.seconds:
+        if not self.ranks.first_has(lambda: monotonic() - self.last >= self.seconds):
             return False
-        whole = state()
+        whole = state()  # on all ranks, as an optimizer may gather its state
+        if not self.ranks.first:
+            return False
         half = self.path.with_name(f"{self.path.name}.{os.getpid()}.half")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +50,12 @@ class Checkpoint:
 
     def load(self, head: dict[str, Any]) -> dict[str, Any] | None:
         """What was saved, if anything; refused where it belongs to another run."""
+        there = self.ranks.all_have(self.path.exists())
+        if any(there) and not there[0]:
+            raise ValueError(f"rank {there.index(True)} has the checkpoint {self.path}, and rank 0 has not: {SHARED}")
+        return self.ranks.first_has(lambda: self._read(head))
+
+    def _read(self, head: dict[str, Any]) -> dict[str, Any] | None:
         if not self.path.exists():
             return None
         try:
@@ -59,4 +72,5 @@ class Checkpoint:
 
     def remove(self) -> None:
         """The run is over."""
-        self.path.unlink(missing_ok=True)
+        if self.ranks.first:
+            self.path.unlink(missing_ok=True)

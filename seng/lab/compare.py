@@ -2,6 +2,7 @@
 
 What is finished is not run again, what was interrupted goes on where it was. Recipes are those that `seng tune` found, where
 it has been run (results/<task>/tuned.json), and the task's own otherwise; `--set seng.lr=0.2` changes one for all seeds.
+Under torchrun all ranks train each run together (docs/distributed.md).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Any
 
 import torch
 import tyro
+from rich.console import Console
 from tyro.conf import Positional
 
 from seng.lab.checkpoint import Checkpoint
 from seng.lab.datasets import DataError
+from seng.lab.ranks import ALONE, Ranks
 from seng.lab.recipe import Recipe
 from seng.lab.recipes import RECIPES, recipe
 from seng.lab.run import Run
@@ -75,6 +78,8 @@ class How:
     """Run again what is finished."""
     checkpoint: float = 60.0
     """Seconds between checkpoints, which are written after evaluations."""
+    timeout: float = 600.0
+    """Under torchrun: seconds that a rank waits for the others before it gives up."""
 
 
 def changes(given: Sequence[str], optimizer: str) -> dict[str, Any]:
@@ -113,7 +118,9 @@ def chosen(
     return base.with_(given), {name: tuned.get(name) for name in kept} if tuned and not given else None
 
 
-def runs(what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: Amounts, how: How, out: Path) -> list[Run]:
+def runs(
+    what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: Amounts, how: How, out: Path, ranks: int = 1
+) -> list[Run]:
     """Everything that is to be run, seed after seed."""
     for text in how.set:
         if "." in (key := text.partition("=")[0]) and key.rpartition(".")[0] not in optimizers:
@@ -122,7 +129,7 @@ def runs(what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: A
     recipes = {name: chosen(what, name, how, out, amounts.epochs) for name in optimizers}
     common: dict[str, Any] = {"label": how.label, "compile": how.compile, "graph": how.graph, "stop": amounts.stop}
     return [
-        Run(what, recipes[name][0], seed, amounts.epochs, amounts.batch, tuning=recipes[name][1], **common)
+        Run(what, recipes[name][0], seed, amounts.epochs, amounts.batch, tuning=recipes[name][1], ranks=ranks, **common)
         for seed in seeds
         for name in optimizers
     ]
@@ -137,19 +144,25 @@ def device_of(name: str | None) -> torch.device:
     return torch.device(kind)
 
 
-def carried_out(todo: Sequence[Run], where: Where, how: How, command: str) -> Iterator[tuple[Run, dict[str, Any]]]:
+def carried_out(
+    todo: Sequence[Run], where: Where, how: How, command: str, device: torch.device, ranks: Ranks
+) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Each line of each run as it comes."""
-    device = device_of(where.device)
     data = open_data(todo[0].task.data, where.data)
+    for run in {run.name: run for run in todo}.values() if ranks.count > 1 else ():
+        try:
+            run.recipe.optimizer(run.task.build(data.classes))  # before the others have trained for hours
+        except RuntimeError as why:
+            raise ValueError(f"{run.name} does not run on {ranks.count} ranks: {why}") from why
     warm: set[str] = set()
     for run in todo:
         if device.type == "cuda" and run.recipe.name not in warm:
-            warm_up(run, data, device)
+            warm_up(run, data, device, ranks)
             warm.add(run.recipe.name)
-        training = Training(run, data, device, command)
+        training = Training(run, data, device, command, ranks)
         place = where.out / run.task.name / "checkpoints" / f"{run.path(where.out).stem}.pt"
-        writer = _writer(where.tensorboard, run)
-        checkpoint = Checkpoint(place, how.checkpoint) if run.recipe.resumable else None
+        writer = _writer(where.tensorboard if ranks.first else None, run)
+        checkpoint = Checkpoint(place, how.checkpoint, ranks) if run.recipe.resumable else None
         for line in train(training, where.out, checkpoint, how.again):
             for name in ("train_loss", "loss", "metric") if writer else ():
                 if line[name] is not None:
@@ -168,9 +181,10 @@ def _writer(folder: Path | None, run: Run) -> Any:
     return SummaryWriter(folder / run.task.name / f"{run.name}-{run.seed}")
 
 
-def go(todo: Sequence[Run], where: Where, how: How, command: str) -> None:
+def go(todo: Sequence[Run], where: Where, how: How, command: str, device: torch.device, ranks: Ranks) -> None:
     """Run, and show the standings."""
-    with Standings(todo) as standings:
+    silent = Console(quiet=True, force_terminal=False)
+    with Standings(todo, None if ranks.first else silent) as standings:
         for name, run in {run.name: run for run in todo}.items():
             tuned = run.tuning or {}
             for what, value in (("epochs", run.budget), ("batch", run.size)):
@@ -181,13 +195,13 @@ def go(todo: Sequence[Run], where: Where, how: How, command: str) -> None:
             told = ", ".join(f"{name} {trials}" for name, trials in budgets.items())
             standings.say(f"these recipes were chosen by different numbers of trials: {told}")
         try:
-            for run, line in carried_out(todo, where, how, command):
+            for run, line in carried_out(todo, where, how, command, device, ranks):
                 standings.tell(run, line)
         except KeyboardInterrupt:
             standings.say(f"interrupted; the same command goes on from here: {command.replace(' --again', '')}")
             sys.exit(130)
         except (DataError, OSError) as wrong:
-            sys.exit(f"seng: {wrong}")
+            sys.exit(f"seng{ranks.said}: {wrong}")
     standings.say(f"results: {where.out / todo[0].task.name}; seng report {where.out} draws them")
 
 
@@ -233,24 +247,30 @@ class Compare:
     where: Where = Where()
 
 
+def start(options: Train | Compare, word: str, command: str, optimizers: Sequence[str], seeds: Sequence[int]) -> None:
+    """One process, or what torchrun started; what is wrong is said in a sentence, by every rank for which it is."""
+    ranks, how, where = ALONE, options.how, options.where
+    try:
+        ranks = Ranks.present()
+        if how.again and ranks.restarts:
+            raise ValueError("--again would begin anew after every restart: leave it out, or leave out --max-restarts")
+        todo = runs(task(options.task), optimizers, seeds, options.amounts, how, where.out, ranks.count)
+        device = ranks.device(device_of(where.device))
+        with ranks.joined(device, how.timeout):
+            go(todo, where, how, ranks.launcher + command, device, ranks)
+    except ValueError as wrong:
+        sys.exit(f"seng {word}{ranks.said}: {wrong}")
+
+
 def main_train(arguments: Sequence[str] | None = None) -> None:
     """`seng train`."""
     options, command = parsed(Train, "train", arguments)
-    try:
-        todo = runs(task(options.task), [options.optimizer], [options.seed], options.amounts, options.how, options.where.out)
-        go(todo, options.where, options.how, command)
-    except ValueError as wrong:
-        sys.exit(f"seng train: {wrong}")
+    start(options, "train", command, [options.optimizer], [options.seed])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """`seng compare`."""
     options, command = parsed(Compare, "compare", arguments)
-    try:
-        if options.seeds < 1 or not options.optimizers:
-            raise ValueError("--seeds is a count of at least 1, and --optimizers names at least one")
-        names = list(dict.fromkeys(options.optimizers))
-        todo = runs(task(options.task), names, range(options.seeds), options.amounts, options.how, options.where.out)
-        go(todo, options.where, options.how, command)
-    except ValueError as wrong:
-        sys.exit(f"seng compare: {wrong}")
+    if options.seeds < 1 or not options.optimizers:
+        sys.exit("seng compare: --seeds is a count of at least 1, and --optimizers names at least one")
+    start(options, "compare", command, list(dict.fromkeys(options.optimizers)), range(options.seeds))

@@ -28,10 +28,16 @@ class Run:
     graph: bool = True  # forward and backward as a CUDA graph, where there is a GPU
     stop: bool = True  # at the target
     tuning: dict[str, Any] | None = None  # how many trials chose the recipe, and in which study
+    ranks: int = 1  # processes that share every batch
 
     def __post_init__(self) -> None:
         if self.budget <= 0 or self.size < 1:
             raise ValueError(f"--epochs and --batch are positive, not {self.budget:g} and {self.size}")
+        if self.size % self.ranks:
+            raise ValueError(
+                f"a batch of {self.size} does not divide into {self.ranks} equal parts, one for each rank: "
+                f"give a --batch that does, such as {max(1, self.size // self.ranks) * self.ranks}"
+            )
         if self.label and self.name in RECIPES:
             raise ValueError(
                 f"the label {self.label!r} would make {self.name} of it, which is another optimizer: use another label"
@@ -53,8 +59,8 @@ class Run:
         return self.recipe.name + (f"-{self.label}" if self.label else "")
 
     def replays(self, device: torch.device) -> bool:
-        """Whether forward and backward are recorded and replayed: not where they are compiled."""
-        return self.graph and not self.compile and device.type == "cuda"
+        """Whether forward and backward are recorded and replayed: not where they are compiled, nor on several ranks."""
+        return self.graph and not self.compile and device.type == "cuda" and self.ranks == 1
 
     def path(self, folder: Path) -> Path:
         """Where its results go."""
@@ -71,6 +77,7 @@ class Run:
             "channels_last": self.task.convolutional and device.type == "cuda",
             "stop": self.stop,
             **({"graph": True} if self.replays(device) else {}),
+            **({"ranks": self.ranks} if self.ranks > 1 else {}),
         }
         return {
             "format": results.FORMAT,

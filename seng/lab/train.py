@@ -1,7 +1,8 @@
 """One run: a task, a recipe and a seed, trained to its target or to the end of its budget, and resumed exactly where it was.
 
 The clock counts training alone: it stops while the network is evaluated and while a checkpoint is written. Batches and their
-augmentation are drawn from generators of the seed and the epoch, so that all optimizers see the same ones.
+augmentation are drawn from generators of the seed and the epoch, so that all optimizers see the same ones, and so that ranks
+(seng.lab.ranks) can share them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from seng.lab.checkpoint import Checkpoint
 from seng.lab.datasets import Arrays, Data
 from seng.lab.graphs import Graphed
 from seng.lab.problems import Batch
+from seng.lab.ranks import ALONE, Ranks
 from seng.lab.record import provenance
 from seng.lab.run import Run
 
@@ -38,8 +40,10 @@ def on(device: torch.device, data: Data) -> Data:
 class Training:
     """A run on the way: `advance` trains up to the next evaluation."""
 
-    def __init__(self, run: Run, data: Data, device: torch.device, command: str = "") -> None:
-        self.run, self.device, self.command = run, device, command
+    def __init__(self, run: Run, data: Data, device: torch.device, command: str = "", ranks: Ranks = ALONE) -> None:
+        if run.ranks != ranks.count:
+            raise ValueError(f"the run is for {run.ranks} ranks, and there are {ranks.count}")
+        self.run, self.device, self.command, self.ranks = run, device, command, ranks
         self.data = on(device, data)
         self.per_epoch = run.task.problem.steps(data, run.size)
         if not self.per_epoch:
@@ -52,7 +56,8 @@ class Training:
         self.optimizer = run.recipe.optimizer(self.model)
         if run.compile:
             torch._dynamo.reset()  # else it takes the last run's graph, which had other hooks
-        self.forward: nn.Module = torch.compile(self.model) if run.compile else self.model  # type: ignore[assignment]
+        whole = ranks.wrapped(self.model, device)
+        self.forward: nn.Module = torch.compile(whole) if run.compile else whole  # type: ignore[assignment]
         params = [p for p in self.model.parameters() if p.requires_grad]
         self.graphed = Graphed(params, self._loss) if run.replays(device) else None
         self.plain = 0  # steps that were not replayed
@@ -71,6 +76,7 @@ class Training:
         marks = [round(self.per_epoch * (i + 1) / often) for i in range(often)]  # of an epoch, the last one its end
         until = min(self.total, number * self.per_epoch + next(mark for mark in marks if mark > gone))
         self.forward.train()
+        self.ranks.own_chance(self.run.seed, self.step)
         losses = []
         self._wait()
         start = perf_counter()
@@ -78,8 +84,9 @@ class Training:
             losses.append(self._step())
         self._wait()
         self.seconds += perf_counter() - start
-        train_loss = float(torch.stack(losses).mean())
-        loss, metric = self._evaluate()
+        train_loss = float(self.ranks.mean(torch.stack(losses).mean()))
+        found = train_loss, *self._evaluate()
+        train_loss, loss, metric = self.ranks.first_has(lambda: found)  # to the last bit, so that all stop together
         fine = math.isfinite(train_loss) and math.isfinite(loss)
         reached = results.reaches(metric, self.run.task.target, self.run.task.problem.higher_is_better)
         if not fine:
@@ -120,7 +127,8 @@ class Training:
         number, gone = divmod(self.step, self.per_epoch)
         seed = 1_000_003 * self.run.seed + number
         order, chance = Generator().manual_seed(seed), Generator(self.device).manual_seed(seed + 2**32)  # two streams
-        batches = self.run.task.problem.batches(self.data, self.run.size, self.run.task.augment, order, chance)
+        task = self.run.task
+        batches = task.problem.batches(self.data, self.run.size, task.augment, order, chance, self.ranks)
         return islice(batches, gone, None)
 
     def _autocast(self) -> torch.autocast:
@@ -129,8 +137,9 @@ class Training:
     @torch.no_grad()
     def _evaluate(self) -> tuple[float, float]:
         self.forward.eval()
+        self.ranks.same(self.model.buffers())
         with self._autocast():
-            loss, metric = self.run.task.problem.held_out(self.model, self.data)
+            loss, metric = self.run.task.problem.held_out(self.model, self.data, self.ranks)
         return float(loss), float(metric)
 
     def _wait(self) -> None:
@@ -174,9 +183,9 @@ class Training:
         self.ahead = iter(())
 
 
-def warm_up(run: Run, data: Data, device: torch.device) -> None:
+def warm_up(run: Run, data: Data, device: torch.device, ranks: Ranks = ALONE) -> None:
     """A few steps that nobody times: what a process does once, such as choosing kernels, is not the first run's to pay."""
-    training = Training(run, data, device)
+    training = Training(run, data, device, ranks=ranks)
     training.forward.train()
     for _ in range(12):
         training._step()
@@ -188,22 +197,24 @@ def train(
     training: Training, folder: Path, checkpoint: Checkpoint | None = None, again: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Every line of a run as it comes, those that are there already included; each is in its file before it is given."""
-    path, head = training.run.path(folder), training.run.head(training.device)
+    path, head, ranks = training.run.path(folder), training.run.head(training.device), training.ranks
     if again:
-        path.unlink(missing_ok=True)
+        if ranks.first:
+            path.unlink(missing_ok=True)
         if checkpoint is not None:
             checkpoint.remove()
-    known = _known(path, head)
+    known = ranks.first_has(lambda: _known(path, head))
     if known and known[-1]["state"] != "running":
         yield from known
         return
-    saved = None if checkpoint is None else checkpoint.load(head)
+    saved = None if checkpoint is None or again else checkpoint.load(head)
     if saved is not None:
         training.restore(saved)
     yield from (line for line in known if line["step"] <= training.step)
     while training.state == "running":
         line = training.advance()
-        results.append(path, line)
+        if ranks.first:
+            results.append(path, line)
         if checkpoint is not None and training.state == "running":
             checkpoint.save(training.saved)
         yield line
