@@ -4,6 +4,8 @@ In one process: all contenders start from the same weights, which SGD trained a 
 for several rounds; every round starts from those weights again. A refresh is timed as a window with one minus a window without,
 and spread over T steps. Peak memory and the direction are measured before, one contender at a time. Writes a JSON per model as
 it goes, and a picture of it.
+
+With --distributed it starts several processes instead and counts what they send: `seng.lab.bench.distributed`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from seng import SENG
 from seng.lab.bench.arena import Arena, Entrant
 from seng.lab.bench.contenders import BASELINES, SENGS, LeftOutError, Setting, state_bytes
+from seng.lab.bench.distributed import distributed
 from seng.lab.bench.exact import Watch, compare, observed
 from seng.lab.bench.memory import clean, peak
 from seng.lab.bench.options import Options
@@ -243,9 +246,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"seng bench: {wrong}")
     if options.plot is not None:
         for path in sorted(options.plot.glob("*.json")):
-            print(draw(path))
+            if "-distributed-" not in path.name:  # those are tables only
+                print(draw(path))
         return
-    if not bench(options):
+    if not (distributed(options) if options.parallel.distributed else bench(options)):
         sys.exit(130)
 
 

@@ -12,6 +12,8 @@ import torch
 from seng.lab.bench.contenders import CONTENDERS, Setting
 from seng.lab.bench.tasks import TASKS, Task, chosen
 
+STRATEGIES = ("shared", "block", "lagged")
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -79,6 +81,26 @@ class Amounts:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """Several processes, started here: what they send each other, beside DistributedDataParallel with SGD."""
+
+    distributed: bool = False
+    """Measure this instead: bytes, step times and scaling of SGD and of SENG with each strategy. --batch is then a rank's."""
+    ranks: tuple[int, ...] = ()
+    """How many processes (gloo) or GPUs (nccl). Default: 1 2 4."""
+    strategies: tuple[str, ...] = ()
+    """Of shared, block, lagged. Default: all."""
+
+    def __post_init__(self) -> None:
+        if not self.distributed and (self.ranks or self.strategies):
+            raise ValueError("--ranks and --strategies say how --distributed measures: give it too")
+        for name in self.strategies:
+            chosen("strategy", name, list(STRATEGIES))
+        if any(count < 1 for count in self.ranks):
+            raise ValueError(f"--ranks are counts of at least 1, not {' '.join(map(str, self.ranks))}")
+
+
+@dataclass(frozen=True)
 class Options:
     """Time, memory and quality of a SENG step beside SGD, AdamW, Muon and K-FAC."""
 
@@ -89,6 +111,7 @@ class Options:
     """Where the results go."""
     plot: Path | None = None
     """Measure nothing; draw the results of this folder."""
+    parallel: Parallel = field(default_factory=Parallel)
 
     def __post_init__(self) -> None:
         chosen("preset", self.which.preset, list(PRESETS))
@@ -98,6 +121,10 @@ class Options:
             chosen("contender", name.replace("-", " "), list(CONTENDERS))
         if self.changes.absolute and self.changes.damping is None:
             raise ValueError("--absolute says how --damping is meant: give both")
+        if self.parallel.distributed and (self.which.contenders or self.which.compile):
+            raise ValueError(
+                "--distributed measures sgd and SENG's --strategies, not compiled: leave --contenders and --compile out"
+            )
         counts = {"window": self.amounts.window, "rounds": self.amounts.rounds, "batch": self.amounts.batch}
         for name, value in {**counts, "every": self.changes.every}.items():
             if value is not None and value < 1:
@@ -141,6 +168,7 @@ class Options:
         """<model>[-compiled][-<preset>][-<what differs from it>]-<device>.json"""
         amounts = {k: v for k, v in self._given(self.amounts).items() if k not in ("device", "rounds", "window")}
         parts = [task.name]
+        parts += ["distributed"] * self.parallel.distributed
         parts += ["compiled"] * self.which.compile
         parts += [self.which.preset] * (self.which.preset != "default")
         parts += [k if v is True else f"{k}{v:g}" for k, v in {**self._given(self.changes), **amounts}.items()]
@@ -150,6 +178,6 @@ class Options:
         """What makes the result of one model again."""
         words = ["seng", "bench"]
         which = replace(self.which, models=(task.name,))
-        for name, value in self._given(which, self.changes, self.amounts).items():
+        for name, value in self._given(which, self.changes, self.amounts, self.parallel).items():
             words += [f"--{name}", *([] if value is True else map(str, value) if isinstance(value, tuple) else [str(value)])]
         return shlex.join(words)
