@@ -25,6 +25,8 @@ class Curvature:
     decay=None             0.8 where the form can accumulate: one batch is too noisy; 0 (each refresh replaces U) is the paper's
     relative_damping=True  λ = damping × the block's largest eigenvalue, so that one value fits every layer and loss scale
     memory=None            bytes, or a fraction of the free memory, that the curvature may occupy; None sets no limit
+    traffic=None           gradients per step that ranks which share a basis may send for it, on average: k ≤ traffic·T, to be
+                           weighed against the network between them; None sets no limit
     """
 
     form: Form = "auto"
@@ -37,6 +39,7 @@ class Curvature:
     fisher: Literal["empirical"] = "empirical"
     blocks: Literal["layer"] = "layer"
     memory: int | float | None = None
+    traffic: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("form", self.form, get_args(Form))
@@ -67,6 +70,11 @@ class Curvature:
             fraction = isinstance(self.memory, float) and 0 < self.memory <= 1
             if not (fraction or (type(self.memory) is int and self.memory > 0)):
                 raise ValueError(f"Curvature: memory is bytes (an int) or a fraction in (0, 1], not {self.memory!r}")
+
+        if self.traffic is not None and not (
+            isinstance(self.traffic, int | float) and not isinstance(self.traffic, bool) and self.traffic > 0
+        ):
+            raise ValueError(f"Curvature: traffic is a positive number of gradients per step, not {self.traffic!r}")
 
     @property
     def averaging(self) -> float:

@@ -49,6 +49,15 @@ class Notices:
             what = "it" if sketch.covers(d.shape) else "that side of it"
             self._once("sketch", f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}: {what} is then taken exactly")
 
+    def traffic(self, k: int, every: int) -> None:
+        """Refreshes that send more than training itself does."""
+        if k > every:
+            self._once(
+                "traffic",
+                f"a basis of {k} directions every {every} steps is {k / every:.1f} gradients per step between ranks, more than "
+                "training itself sends: refresh less often, keep fewer directions, or give Curvature(traffic=…) a limit",
+            )
+
     def _refuse(self, key: str, message: str) -> None:
         if self.strict:
             raise ValueError(f"strict=True: {message}")

@@ -154,16 +154,20 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
         demoted[largest.dims.name] = "implicit" if smaller else "plain"
 
 
-def pooled_plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None) -> list[Plan]:
+def pooled_plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, every: int | None = None) -> list[Plan]:
     """One basis per layer, held by all ranks; where memory is short, the rank is halved, then the largest goes without."""
     rank = curvature.rank or WIDEST
     if curvature.form == "explicit":
         rank = max((d.samples for d in dims), default=1)
+    why = "the same on all ranks"
+    if curvature.traffic is not None and every is not None and rank > curvature.traffic * every:
+        rank = max(1, int(curvature.traffic * every))
+        why += f", {rank / every:.2g} gradients per step at T = {every}"
     left = list(dims)
     while True:
         widths = {d.name: min(rank, d.n) if curvature.averaging else min(rank, d.n, d.samples) for d in left}
         plans = [
-            Plan(d, "merged", widths[d.name], f"k = {widths[d.name]} directions, the same on all ranks", asks=False)
+            Plan(d, "merged", widths[d.name], f"k = {widths[d.name]} directions, {why}", asks=False)
             if d.name in widths
             else Plan(d, "plain", 0, f"does not fit into {size_of(budget or 0)} of memory")
             for d in dims

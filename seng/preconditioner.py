@@ -311,7 +311,9 @@ class Preconditioner:
     def _pooled_jobs(self, found: list[int], seen: Census, damping: Dampings) -> dict[int, Job]:
         """Of the samples of all ranks."""
         dims = [site_dims(self.sites[i], seen.kappa(i), sum(seen.of(i)), 0, self.half) for i in found]
-        plans = dict(zip(found, pooled_plan(dims, self.curvature, self.budget), strict=True))
+        plans = dict(zip(found, pooled_plan(dims, self.curvature, self.budget, self.refresh_every), strict=True))
+        if self.ranks.team.many and self.curvature.traffic is None:
+            self.notices.traffic(max((p.rank for p in plans.values()), default=0), self.refresh_every)
         self.plans |= plans
         for index, chosen in plans.items():
             if chosen.form == "plain":

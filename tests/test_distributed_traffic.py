@@ -89,3 +89,24 @@ def resnet50(rank):
 def test_a_refresh_of_resnet50_every_200_steps_is_less_than_a_tenth_of_a_gradient_per_step(two):
     for sent, gradient in two(resnet50):
         assert 0.03 < sent / 200 / gradient < 0.1
+
+
+def test_a_limit_on_traffic_is_kept(two):
+    free, gradient = beyond(two, "shared", rank=6, decay=0)
+    limited, _ = beyond(two, "shared", rank=6, decay=0, traffic=0.5)
+    saved = (free[4][0] - limited[4][0]) / gradient  # T = 4: two directions instead of six
+    assert 4 <= saved < 4.2  # and fewer numbers of who has how much of which
+
+
+def warned(rank):
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps_of(rank, "shared", "ddp", {"rank": 6})
+    return [str(w.message) for w in caught if "gradients per step between ranks" in str(w.message)]
+
+
+def test_refreshes_that_send_more_than_training_are_told_of(two):
+    for said in two(warned):
+        assert len(said) == 1 and "6 directions every 4 steps is 1.5 gradients per step" in said[0]

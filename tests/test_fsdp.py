@@ -119,12 +119,16 @@ def test_the_papers_strategies_need_whole_parameters(two, strategy):
         assert "averages whole directions" in error and "leave strategy out" in error
 
 
-def saved(rank, folder, steps, options):
+def wrapped(how):
+    return sharded(network()) if how == "fsdp" else nn.parallel.DistributedDataParallel(network())
+
+
+def saved(rank, folder, steps, options, how="fsdp"):
     """Train, save, and train on."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model = sharded(network())
+    model = wrapped(how)
     opt = seng.SENG(model, lr=0.05, damping=0.01, refresh_every=4, curvature=seng.Curvature(**options))
     part = parts(12, dist.get_world_size())[rank]
     for i, (x, target) in enumerate(batches(2 * steps, 12)):
@@ -137,11 +141,11 @@ def saved(rank, folder, steps, options):
     return whole(model.parameters())
 
 
-def resumed(rank, folder, steps, options):
+def resumed(rank, folder, steps, options, how="fsdp"):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model = sharded(network())
+    model = wrapped(how)
     opt = seng.SENG(model, lr=0.05, damping=0.01, refresh_every=4, curvature=seng.Curvature(**options))
     weights, optim = get_state_dict(model, opt)
     state = {"model": weights, "optim": optim}
@@ -162,3 +166,10 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(two, four, tmp_path, op
     for ranks in (two, four):
         found = ranks(resumed, str(tmp_path / "two"), 6, options)
         assert all(naive.relative_error(w, want) < 1e-9 for w in found)
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("ddp", "ddp")])
+def test_a_checkpoint_resumes_under_another_wrapper(two, four, tmp_path, before, after):
+    want = two(saved, str(tmp_path / "two"), 6, {}, before)[0]
+    for ranks in (two, four):
+        assert all(naive.relative_error(w, want) < 1e-9 for w in ranks(resumed, str(tmp_path / "two"), 6, {}, after))

@@ -279,6 +279,7 @@ BAD = {
     "combine='independent' .* is the implicit form's": lambda m: seng.Curvature(form="merged", combine="independent"),
     "memory is bytes": lambda m: seng.Curvature(memory=-5),
     r"memory is bytes \(an int\) or a fraction in \(0, 1\], not 1.5": lambda m: seng.Curvature(memory=1.5),
+    "traffic is a positive number of gradients per step": lambda m: seng.Curvature(traffic=0),
     "the damping cannot be relative": lambda m: seng.SENG(m, units="paper"),
     "unknown units 'si'": lambda m: seng.SENG(m, units="si"),
     "unknown strategy 'ring'": lambda m: seng.SENG(m, strategy="ring"),

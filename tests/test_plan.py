@@ -8,7 +8,7 @@ from torch import nn
 
 import seng
 from seng.lab.models import resnet50
-from seng.plan import Dims, paper_form, plan
+from seng.plan import Dims, paper_form, plan, pooled_plan
 
 TABLE_1 = {  # case: (n, n_G, n_A, κ), and a layer of ResNet50 that has it
     "I": ((9_408, 64, 147, 12_544), "explicit"),
@@ -147,3 +147,25 @@ def test_a_budget_in_the_optimizer():
     model(torch.randn(64, 50)).square().mean().backward()
     with pytest.raises(ValueError, match=r"form='explicit' needs .* where memory=1000 allows 1000 B"):
         tight.step()
+
+
+def test_ranks_that_share_a_basis_keep_to_their_traffic():
+    dims = [Dims("a", (1, 64, 100), 9, 256, None), Dims("b", (1, 3, 4), 1, 256, None)]
+    dims.append(Dims("norm", (1, 1, 64), 1, 256, "explicit"))
+    free = pooled_plan(dims, seng.Curvature(rank=128), None, 20)
+    assert [p.rank for p in free] == [128, 12, 64] and {p.form for p in free} == {"merged"}
+    limited = pooled_plan(dims, seng.Curvature(rank=128, traffic=0.5), None, 20)
+    assert [p.rank for p in limited] == [10, 10, 10] and "0.5 gradients per step at T = 20" in limited[0].why
+    assert [p.rank for p in pooled_plan(dims, seng.Curvature(rank=128, traffic=0.01), None, 20)] == [1, 1, 1]
+    assert [p.rank for p in pooled_plan(dims, seng.Curvature(rank=16, traffic=0.1), None, 200)] == [
+        16,
+        12,
+        16,
+    ]  # 0.08: as asked
+
+
+def test_ranks_that_share_a_basis_keep_to_their_memory():
+    dims = [Dims("a", (1, 64, 100), 9, 256, None), Dims("b", (1, 3, 4), 1, 256, None)]
+    halved = pooled_plan(dims, seng.Curvature(rank=16), 6400 * 4 * 8 + 12 * 4 * 8)
+    assert [p.rank for p in halved] == [8, 8]
+    assert [p.form for p in pooled_plan(dims, seng.Curvature(rank=16), 100)] == ["plain", "merged"]
