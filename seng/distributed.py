@@ -101,6 +101,12 @@ class Team:
         if self.many:
             torch._foreach_div_(list(tensors), self.size)
 
+    def max_(self, t: Tensor, what: str) -> None:
+        """A tensor becomes the largest of the ranks', number by number."""
+        if self.many:
+            with self._said(what):
+                dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group)
+
     def exchanged(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
         """Part i goes to rank i; what each of them sent us, of `sizes` numbers."""
         if not self.many:

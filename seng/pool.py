@@ -4,7 +4,8 @@ Of each layer, every rank sends Ξ_i = ΩU_i to the layer's owner, Ω drawn alik
 directions V of the whole Gram ΞᵀΞ, cross terms between ranks included, and sends each rank its rows V_i. The sum of U_iV_i over
 ranks is then Y = UV, the same on all of them. Ω only chooses the subspace. Where all columns are kept, V = I: nothing is lost.
 
-Sent per refresh: k·n numbers of a layer in a reduction, and q·ϱ_i + k·ϱ numbers to and from its owner.
+Sent per refresh: k·n numbers of a layer in a reduction, in half precision where the network is trained so; and q·ϱ_i + k·ϱ
+numbers to and from its owner.
 """
 
 from __future__ import annotations
@@ -59,14 +60,23 @@ def empty(shape: Shape, dtype: torch.dtype, device: torch.device) -> Operator:
     return Explicit(torch.zeros(shape[0] * shape[1] * shape[2], 0, dtype=dtype, device=device), shape)
 
 
-def pooled(team: Team, shares: Sequence[Share], sketch: Sketch | None) -> list[Tensor]:
-    """Y (k, n) of each layer, alike on all ranks."""
+def pooled(team: Team, shares: Sequence[Share], sketch: Sketch | None, half: bool = False) -> list[Tensor]:
+    """Y (k, n) of each layer, alike on all ranks; `half` sends it in half precision."""
     for share in shares:
         share.U = share.U.scaled(team.size**-0.5)
     _find_directions(team, [share for share in shares if not share.whole], sketch)
     out = [share.part(team) for share in shares]
-    team.sum_(out, "adding up the ranks' bases")
-    return out
+    if not half or not team.many:
+        team.sum_(out, "adding up the ranks' bases")
+        return out
+    sizes = torch.stack([Y.abs().amax() if Y.numel() else Y.new_zeros(()) for Y in out]).nan_to_num(0, 0, 0)
+    team.max_(sizes, "comparing the ranks' bases")
+    scales = torch.where(sizes > 0, sizes, 1).unbind()
+    small = [
+        (Y / scale).to(torch.float16) for Y, scale in zip(out, scales, strict=True)
+    ]  # of at most 1, so that no sum overflows
+    team.sum_(small, "adding up the ranks' bases")
+    return [Y.to(scale.dtype) * scale for Y, scale in zip(small, scales, strict=True)]
 
 
 def _find_directions(team: Team, shares: Sequence[Share], sketch: Sketch | None) -> None:

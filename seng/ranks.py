@@ -89,7 +89,8 @@ class Ranks:
             U = samples.take(index, scale) if have else empty(site.shape(active), site.dtype, site.lead.device)
             shares[index] = Share(U, seen.of(index), chosen.rank, generator(index))
         out: dict[int, Operator] = {}
-        for index, Y in zip(shares, pooled(self.team, list(shares.values()), self.curvature.sketch), strict=True):
+        bases = pooled(self.team, list(shares.values()), self.curvature.sketch, seen.half)
+        for index, Y in zip(shares, bases, strict=True):
             site, active = samples.sites[index], samples.active[index]
             Y = Y.to(site.dtype)
             out[index] = site.spread(active, Y) if site.sharded else Merged.of(Y, site.shape(active))

@@ -71,7 +71,7 @@ def test_spread_parameters_send_k_numbers_per_layer(two):
     assert all(extra[i] == (3 * 5 * 8, 1) for i in IDLE)  # three layers, float64, one message
 
 
-def resnet50(rank):
+def resnet50(rank, half):
     """Bytes of one refresh at the size of ResNet50, and of its gradients."""
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
@@ -80,15 +80,18 @@ def resnet50(rank):
     wrapped = nn.parallel.DistributedDataParallel(model)
     opt = seng.SENG(wrapped, lr=0.01, refresh_every=200, curvature=seng.Curvature(rank=16))
     x, y = torch.randn(8, 3, 32, 32), torch.randint(1000, (8,))
-    nn.functional.cross_entropy(wrapped(x), y).backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        loss = nn.functional.cross_entropy(wrapped(x).float(), y)
+    loss.backward()
     with Traffic() as traffic:
         opt.step()
     return traffic.bytes, gradient
 
 
-def test_a_refresh_of_resnet50_every_200_steps_is_less_than_a_tenth_of_a_gradient_per_step(two):
-    for sent, gradient in two(resnet50):
-        assert 0.03 < sent / 200 / gradient < 0.1
+@pytest.mark.parametrize(("half", "least", "most"), [(False, 0.08, 0.1), (True, 0.04, 0.06)], ids=["float32", "bfloat16"])
+def test_a_refresh_of_resnet50_every_200_steps_is_less_than_a_tenth_of_a_gradient_per_step(two, half, least, most):
+    for sent, gradient in two(resnet50, half):
+        assert least < sent / 200 / gradient < most
 
 
 def test_a_limit_on_traffic_is_kept(two):
