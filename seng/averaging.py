@@ -9,6 +9,7 @@ U_i b_i, two sides are averaged in place of their product: (1/𝓜 Σ_i Gᶜ_i)(
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,12 +47,13 @@ class Averaging:
     before: Tensors = field(default_factory=dict)  # the gradients of the last step
     local: Tensors = field(default_factory=dict)  # this rank's U_i b_i, to be sent along with the coming gradients
     received: Tensors = field(default_factory=dict)  # and their mean, once it has arrived
+    stamp: Any = None  # under which dampings and curvature `local` was worked out
 
     def __post_init__(self) -> None:
         self.hooked = False
         if self.lagged and self.team.many and isinstance(self.module, nn.parallel.DistributedDataParallel):
             try:
-                self.module.register_comm_hook(self, _along)
+                self.module.register_comm_hook((self.team, weakref.ref(self)), _along)
                 self.hooked = True
             except RuntimeError:  # there is one already: then the sum travels by itself
                 pass
@@ -60,17 +62,22 @@ class Averaging:
     def lagged(self) -> bool:
         return self.team.strategy == "lagged"
 
-    def directions(self, grads: Gradients, ready: Ready, blocks: Mapping[int, Block]) -> Tensors:
-        """d for every gradient."""
-        arrived = bool(self.local) and self.received.keys() == self.local.keys()
+    def forget(self) -> None:
+        """What belongs to steps that are no more."""
+        self.covered, self.before, self.local, self.received = {}, {}, {}, {}
+
+    def directions(self, grads: Gradients, ready: Ready, blocks: Mapping[int, Block], stamp: Any) -> Tensors:
+        """d for every gradient; what came along with them holds where the stamp, alike on all ranks, is still the same."""
+        arrived = bool(self.local) and self.received.keys() == self.local.keys() and self.stamp == stamp
         mean = self.received if arrived else self._mean(self._base(grads), ready, blocks)
         self.local, self.received = {}, {}
         if self.lagged:
             self.before = {p: g.clone() for p, g in grads.items()}
         return {p: g - mean[p] if p in mean else g for p, g in grads.items()}
 
-    def ahead(self, ready: Ready, blocks: Mapping[int, Block]) -> None:
+    def ahead(self, ready: Ready, blocks: Mapping[int, Block], stamp: Any) -> None:
         """After a step whose successor does not refresh: what can be sent along with its gradients."""
+        self.stamp = stamp
         if self.hooked and self.before and all(c.rank is None for c in self.covered.values()):
             self.local = self._corrections(self.before, ready, blocks)[0]
 
@@ -113,23 +120,26 @@ class Averaging:
         return out, sides
 
 
-def _along(averaging, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and does not read them as text
-    """DistributedDataParallel's own mean of a bucket of gradients, with ours behind it."""
-    return _sent(averaging, bucket)
+def _along(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and does not read them as text
+    """DistributedDataParallel's own mean of a bucket of gradients, with ours behind it for as long as the optimizer lives."""
+    team, averaging = state
+    return _sent(team, averaging(), bucket)
 
 
-def _sent(averaging: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
+def _sent(team: Team, averaging: Averaging | None, bucket: Any) -> torch.futures.Future[Tensor]:
     grads: Tensor = bucket.buffer()
-    extra = [(p, averaging.local[p]) for p in bucket.parameters() if p in averaging.local]
+    local = {} if averaging is None else averaging.local
+    extra = [(p, local[p]) for p in bucket.parameters() if p in local]
     both = torch.cat([grads, *(t.reshape(-1).to(grads.dtype) for _, t in extra)]) if extra else grads
-    both.div_(averaging.team.size)
-    sent = dist.all_reduce(both, group=averaging.team.group, async_op=True).get_future()
+    both.div_(team.size)
+    sent = dist.all_reduce(both, group=team.group, async_op=True).get_future()
 
     def arrived(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         whole = done.value()[0]
         if not extra:
             return whole
         parts = whole[grads.numel() :].split([t.numel() for _, t in extra])
+        assert averaging is not None
         averaging.received |= {p: part.view_as(t).to(t.dtype) for (p, t), part in zip(extra, parts, strict=True)}
         grads.copy_(whole[: grads.numel()])
         return grads

@@ -55,6 +55,8 @@ class Team:
         """An error of the process group, with what it was about."""
         try:
             yield
+        except torch.OutOfMemoryError:  # which is nobody else's doing
+            raise
         except (RuntimeError, ConnectionError, OSError) as why:
             said = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
             raise RuntimeError(
@@ -62,11 +64,11 @@ class Team:
                 f"takes other steps ({said})"
             ) from why
 
-    def gathered(self, row: Sequence[int], device: torch.device, what: str) -> list[list[int]]:
+    def gathered(self, row: Sequence[int] | Tensor, device: torch.device, what: str) -> list[list[int]]:
         """Every rank's numbers."""
         if not self.many:
-            return [list(row)]
-        own = torch.tensor(row, dtype=torch.int64, device=device)
+            return [row.tolist() if isinstance(row, Tensor) else list(row)]
+        own = row if isinstance(row, Tensor) else torch.tensor(row, dtype=torch.int64, device=device)
         rows = [torch.empty_like(own) for _ in range(self.size)]
         with self._said(what):
             dist.all_gather(rows, own, group=self.group)
@@ -98,7 +100,7 @@ class Team:
     def mean_(self, tensors: Sequence[Tensor], what: str) -> None:
         """Each tensor becomes its mean over the ranks."""
         self.sum_(tensors, what)
-        if self.many:
+        if self.many and tensors:
             torch._foreach_div_(list(tensors), self.size)
 
     def max_(self, t: Tensor, what: str) -> None:
@@ -112,9 +114,9 @@ class Team:
         if not self.many:
             return list(parts)
         out = parts[0].new_empty(sum(sizes))
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        counts = [part.numel() for part in parts]
         with self._said(what):
-            sent = torch.cat([part.reshape(-1) for part in parts])
-            counts = [part.numel() for part in parts]
             dist.all_to_all_single(out, sent, list(sizes), counts, group=self.group)
         return list(out.split(list(sizes)))
 
@@ -148,17 +150,30 @@ def team_of(strategy: str | None, module: nn.Module | None) -> Team:
         raise ValueError(f"unknown strategy {strategy!r}; there are 'local' (one process), 'shared', 'block' and 'lagged'")
     wrapped = isinstance(module, nn.parallel.DistributedDataParallel)
     group: Any = module.process_group if wrapped else None  # type: ignore[union-attr]
+    meshes = [] if module is None else list(dict.fromkeys(_mesh(p) for p in module.parameters() if hasattr(p, "device_mesh")))
+    if len(meshes) > 1:
+        raise RuntimeError(f"the parameters lie on {len(meshes)} device meshes: SENG works with one")
     there = dist.is_available() and dist.is_initialized()
+    for mesh in meshes:
+        if mesh.ndim == 1:
+            group = mesh.get_group()
+        elif mesh.size() != dist.get_world_size():
+            raise RuntimeError(f"the device mesh {mesh} has not all of the {dist.get_world_size()} ranks: SENG works with all")
     size = dist.get_world_size(group) if there else 1
     if size == 1:  # a shared basis of one rank, or the mean over it, is its own
-        spread = module is not None and any(hasattr(p, "device_mesh") for p in module.parameters())
-        return Team("shared" if spread else "lagged" if strategy == "lagged" else "local")
+        return Team("shared" if meshes else "lagged" if strategy == "lagged" else "local")
     if strategy == "local":
-        raise RuntimeError(
-            f"strategy='local' is one process, and the process group has {size}: ranks with curvatures of their own would "
-            "drift apart; leave strategy out, and they share one"
-        )
+        if wrapped or meshes:
+            raise RuntimeError(
+                f"strategy='local' is one process, and this network is trained by {size}: ranks with curvatures of their own "
+                "would drift apart; leave strategy out, and they share one"
+            )
+        return Team()  # networks that have nothing to do with each other
     return Team(strategy or "shared", size, dist.get_rank(group), group)  # type: ignore[arg-type]
+
+
+def _mesh(p: Any) -> Any:
+    return p.device_mesh
 
 
 @dataclass(frozen=True)
@@ -187,14 +202,19 @@ class Census:
         return f"on rank {at[0]} dimension 0 of its input is not the sample" if at else None
 
 
-def census(team: Team, step: int, total: int, half: bool, counts: list[int], kappas: list[int], device: torch.device) -> Census:
-    """What all of them have captured; ranks that are at different steps are refused."""
-    rows = team.gathered([step, total, int(half), *counts, *kappas], device, f"the refresh at step {step}")
+def census(
+    team: Team, step: int, dampings: int, total: int, half: bool, counts: list[int], kappas: list[int], device: torch.device
+) -> Census:
+    """What all of them have captured; ranks that are at different steps, or have other dampings, are refused."""
+    rows = team.gathered([step, dampings, total, int(half), *counts, *kappas], device, f"the refresh at step {step}")
     steps = [row[0] for row in rows]
     if len(set(steps)) > 1:
         raise RuntimeError(f"the ranks refresh their curvature at different steps: {steps}; each must take the same steps")
-    counted, positions = [row[3 : 3 + len(counts)] for row in rows], [row[3 + len(counts) :] for row in rows]
-    return Census([row[1] for row in rows], any(row[2] for row in rows), counted, positions)
+    other = [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]
+    if other:
+        raise RuntimeError(f"the dampings of rank {other[0]} are not those of rank 0 at step {step}: all ranks need the same")
+    counted, positions = [row[4 : 4 + len(counts)] for row in rows], [row[4 + len(counts) :] for row in rows]
+    return Census([row[2] for row in rows], any(row[3] for row in rows), counted, positions)
 
 
 def check_alike(team: Team, account: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
@@ -220,7 +240,8 @@ def _first_difference(ours: Any, theirs: Any) -> str:
 
 def check_weights(team: Team, params: Sequence[Tensor]) -> None:
     """Ranks that start from different weights would train different networks."""
-    rows = team.gathered([sum(bits(p.detach()) for p in params)], params[0].device, "comparing weights")
+    own = torch.stack([bits(p.detach()).to(params[0].device) for p in params]).sum()[None]
+    rows = team.gathered(own, params[0].device, "comparing weights")
     other = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if other:
         raise RuntimeError(
@@ -229,10 +250,8 @@ def check_weights(team: Team, params: Sequence[Tensor]) -> None:
         )
 
 
-def bits(t: Tensor) -> int:
-    """A number that tells tensors apart that differ anywhere, but for the rare case; the order of summation does not matter."""
-    if not t.numel():
-        return 0
+def bits(t: Tensor) -> Tensor:
+    """A number () that tells tensors apart that differ anywhere, but for the rare case; whatever the order of summation."""
     flat = t.contiguous().view(-1).view(torch.uint8)
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0 else flat
-    return int(words.sum(dtype=torch.int64))
+    return words.sum(dtype=torch.int64)

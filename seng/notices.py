@@ -58,6 +58,12 @@ class Notices:
                 "training itself sends: refresh less often, keep fewer directions, or give Curvature(traffic=…) a limit",
             )
 
+    def renewed(self, strategy: str, had_any: bool) -> None:
+        """Ranks that cannot go on with what each of them loaded."""
+        if had_any:
+            why = "each rank has its own" if strategy != "shared" else "the ranks loaded different ones"
+            self._once("loaded", f"the loaded curvature is left aside, since {why}: the next step refreshes it")
+
     def _refuse(self, key: str, message: str) -> None:
         if self.strict:
             raise ValueError(f"strict=True: {message}")

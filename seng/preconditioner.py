@@ -76,6 +76,7 @@ class Preconditioner:
         self.steps = 0
         self.own_batch = False  # whether this step's curvature comes from a batch of its own
         self.missed = False  # whether the last refresh found no samples at all
+        self.renewals = 0  # refreshes so far
         self.loaded = False  # whether a state was loaded since the last backward, which drops what was captured
         self.last_refresh: int | None = None  # the step of the last refresh of any site
         self.trained: list[nn.Parameter] = []
@@ -107,7 +108,7 @@ class Preconditioner:
                 f"{len(foreign)} of {len(params)} parameters are not the module's (the first has shape {foreign[0]}): "
                 "pass the module that holds them as module=…"
             )
-        check_placements(params, self.ranks.team.strategy)
+        check_placements(self.module, params, self.ranks.team.strategy)
         sites, uncovered = survey(self.module, params)
         if not sites:
             raise ValueError(f"no layer of {type(self.module).__name__} is covered, so SENG would be SGD: {listed(uncovered)}")
@@ -162,7 +163,8 @@ class Preconditioner:
     def curvature_batch(self) -> Iterator[None]:
         """Backwards in here feed only the curvature (the paper's S̃_k); gradients stay as they were. The next step refreshes."""
         params = list(self.module.parameters())
-        kept = [p.grad for p in params]
+        wrapped = isinstance(self.module, nn.parallel.DistributedDataParallel)  # which may reduce into what they are views of
+        kept = [p.grad.clone() if wrapped and p.grad is not None else p.grad for p in params]
         for p in params:
             p.grad = None
         self.samples.clear()
@@ -182,17 +184,21 @@ class Preconditioner:
     def directions(self, grads: Gradients, damping: Dampings, ready: Ready) -> dict[nn.Parameter, Tensor]:
         """The direction for every gradient: λ(M + λI)⁻¹g, or (M + λI)⁻¹g in the paper's units."""
         with torch.autocast(self.sites[0].lead.device.type, enabled=False):
-            out = self._solved(grads, ready)
+            out = self._solved(grads, damping, ready)
             self.note(out)
             return {p: d / damping[p] for p, d in out.items()} if self.units == "paper" else out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _averaged(self, grads: Gradients, ready: Ready) -> dict[nn.Parameter, Tensor]:
+    def _averaged(self, grads: Gradients, damping: Dampings, ready: Ready) -> dict[nn.Parameter, Tensor]:
         assert self.ranks.averaging is not None
-        return self.ranks.averaging.directions(grads, ready, self.blocks)
+        return self.ranks.averaging.directions(grads, ready, self.blocks, self._stamp(damping))
 
-    def _solved(self, grads: Gradients, ready: Ready) -> dict[nn.Parameter, Tensor]:
-        return ready.directions(grads) if self.ranks.averaging is None else self._averaged(grads, ready)
+    def _stamp(self, damping: Dampings) -> tuple[Any, ...]:
+        """What a solve depends on but for the gradient, alike on all ranks."""
+        return tuple(damping.values()), self.renewals
+
+    def _solved(self, grads: Gradients, damping: Dampings, ready: Ready) -> dict[nn.Parameter, Tensor]:
+        return ready.directions(grads) if self.ranks.averaging is None else self._averaged(grads, damping, ready)
 
     def ready(self, grads: Gradients, damping: Dampings, updates: bool = False, traced: bool = False) -> Ready:
         """The blocks to solve with at this step, refreshed and factorized; one by one where the solve is traced.
@@ -220,7 +226,8 @@ class Preconditioner:
             self._noted = ({i: solves[i] for i in refreshed if i in solves}, out, grads) if refreshed else None
             if traced and self._noted is not None:
                 self.note(out.directions(grads))
-        bare = any(i not in self.blocks and i not in self.refused and site.active() for i, site in enumerate(self.sites))
+        known = self.blocks.keys() | self.refused.keys()
+        bare = [i for i, site in enumerate(self.sites) if i not in known and not self.ranks.elsewhere(i) and site.active()]
         self._kept = None if bare else (damping, given, updates, traced, out)
         return out
 
@@ -244,7 +251,7 @@ class Preconditioner:
         self.steps += not (self.missed and not self.blocks)
         self._rearm()
         if self.ranks.averaging is not None and not self.refresh_due and self._kept is not None:
-            self.ranks.averaging.ahead(self._kept[4], self.blocks)
+            self.ranks.averaging.ahead(self._kept[4], self.blocks, self._stamp(self._kept[0]))
 
     def _take_plain(self, index: int, why: str) -> None:
         self.notices.plain(self.sites[index].name, why)
@@ -259,7 +266,8 @@ class Preconditioner:
 
     def _refresh(self, grads: Gradients, damping: Dampings) -> list[int]:
         """Build the blocks of all sites that were captured; the sites that succeeded."""
-        seen = self.ranks.census(self.samples, self.steps, self.trained)
+        seen = self.ranks.census(self.samples, self.steps, self.trained, damping)
+        self.renewals += 1
         # Without samples, as when tools step to fill an optimizer's state, the refresh is still owed.
         self.missed = sum(seen.totals) == 0
         found: list[int] = []
@@ -287,7 +295,7 @@ class Preconditioner:
                 self._drop_refresh(index)
         refreshed = [index for index, block in built.items() if block is not None]
         self.ranks.agree(self.blocks, refreshed, self.sites)
-        return refreshed
+        return [index for index in refreshed if index in self.blocks]
 
     def _jobs(self, found: list[int], grads: Gradients, damping: Dampings) -> dict[int, Job]:
         """Of this rank's samples."""
@@ -449,6 +457,12 @@ class Preconditioner:
                 block.relative = self.curvature.relative_damping
                 self.blocks[index], self.covered[index] = block, active
         self.missed = missed or not self.blocks
+        common = [self.steps, int(self.missed), hash(tuple(sorted(self.blocks))) % 2**62, len(self.owed)]
+        if not self.ranks.loaded(common, self.sites[0].lead.device):
+            self.notices.renewed(self.ranks.team.strategy, bool(self.blocks))
+            self.blocks.clear()
+            self.owed.clear()
+            self.missed = True
         self.loaded = any(p.grad is not None for p in self.trained)
         self._rearm()
 

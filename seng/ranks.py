@@ -47,7 +47,9 @@ class Ranks:
         budgets = [other["budget"] for other in accounts if other["budget"] is not None]
         return accounts[0]["seed"], min(budgets, default=None)
 
-    def census(self, samples: Samples, step: int, params: Sequence[nn.Parameter]) -> Census:
+    def census(
+        self, samples: Samples, step: int, params: Sequence[nn.Parameter], dampings: Mapping[nn.Parameter, float]
+    ) -> Census:
         """What each of them has captured. At the first time, whether they train the same weights."""
         if self.team.many and not self.met and not any(map(is_sharded, params)):
             check_weights(self.team, params)
@@ -56,12 +58,13 @@ class Ranks:
         counts = [-1 if samples.mismatch(i) is not None else samples.captured(i) + samples.count(i) for i in sites]
         kappas = [samples.kappa(i) for i in sites]
         device = samples.sites[0].lead.device
-        return census(self.team, step, samples.total, bool(samples.half), counts, kappas, device)
+        lam = hash(tuple(dampings[p] for p in params)) % 2**62  # of floats it is the same in every process
+        return census(self.team, step, lam, samples.total, bool(samples.half), counts, kappas, device)
 
     def know(self, found: Sequence[int], sites: Sequence[Site], seen: Census) -> None:
         """Which sites some rank has a block of, for directions that are averaged."""
         if self.averaging is not None:
-            self.averaging.covered = {i: self._covered(sites[i], seen.kappa(i), max(seen.of(i))) for i in found}
+            self.averaging.covered |= {i: self._covered(sites[i], seen.kappa(i), max(seen.of(i))) for i in found}
 
     def _covered(self, site: Site, kappa: int, samples: int) -> Covered:
         (chosen,) = plan([site_dims(site, kappa, samples)], self.curvature)
@@ -96,7 +99,17 @@ class Ranks:
             out[index] = site.spread(active, Y) if site.sharded else Merged.of(Y, site.shape(active))
         return out
 
-    def agree(self, blocks: Mapping[int, Block], refreshed: Sequence[int], sites: Sequence[Site]) -> None:
+    def loaded(self, state: Sequence[int], device: torch.device) -> bool:
+        """After all of them have loaded a state: whether they can go on from it, which is not so where theirs differ.
+
+        Nor where each has a curvature of its own: nobody knows then which sites the others have.
+        """
+        if self.averaging is not None:
+            self.averaging.forget()
+        rows = self.team.gathered(state, device, "comparing what was loaded")
+        return self.averaging is None and all(row == rows[0] for row in rows)
+
+    def agree(self, blocks: dict[int, Block], refreshed: Sequence[int], sites: Sequence[Site]) -> None:
         """One λ for all; and where they share a basis the same one: should rounding have parted them, the first rank's."""
         if not self.team.many:
             return
@@ -108,9 +121,14 @@ class Ranks:
         tensors = {i: [blocks[i].gram, blocks[i].top] for i in refreshed}
         for i in refreshed:
             tensors[i] += [] if sites[i].sharded else blocks[i].U.tensors()
-        rows = self.team.gathered([sum(map(bits, tensors[i])) for i in refreshed], sites[0].lead.device, "comparing bases")
+        device = sites[0].lead.device
+        sums = torch.stack([torch.stack([bits(t) for t in tensors[i]]).sum() for i in refreshed])
+        widths = torch.tensor([blocks[i].U.samples for i in refreshed], device=device)
+        rows = self.team.gathered(torch.cat([widths, sums]), device, "comparing bases")
         for place, i in enumerate(refreshed):
-            if len({row[place] for row in rows}) > 1:
+            if len({row[place] for row in rows}) > 1:  # rounding cut them off at different places: to be built anew
+                del blocks[i]
+            elif len({row[len(refreshed) + place] for row in rows}) > 1:
                 self.team.from_first(tensors[i], "sharing a basis")
 
     def _agree_on_damping(self, blocks: Sequence[Block | None], like: Tensor) -> None:

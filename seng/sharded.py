@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from seng.distributed import Team
 from seng.operators import Operator, Shape
@@ -52,7 +52,7 @@ def spread(t: Tensor, p: Tensor) -> Tensor:
     return local(distribute_tensor(t, mesh, placements, src_data_rank=None))
 
 
-def check_placements(params: Iterable[Tensor], strategy: str | None) -> None:
+def check_placements(module: nn.Module, params: Iterable[Tensor], strategy: str | None) -> None:
     """Shards and replicas are served; tensor parallelism is not, and the paper's strategies need whole gradients."""
     sharded = [p for p in params if is_sharded(p)]
     if sharded and strategy in ("block", "lagged"):
@@ -60,6 +60,14 @@ def check_placements(params: Iterable[Tensor], strategy: str | None) -> None:
             f"strategy={strategy!r} averages whole directions, and the parameters are DTensors, spread over ranks (FSDP2): "
             "leave strategy out, which shares one basis that is spread as they are"
         )
+    if sharded:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not any(isinstance(layer, FSDPModule) for layer in module.modules()):
+            raise RuntimeError(
+                "the parameters are DTensors that no fully_shard has made (tensor parallelism?): their layers do not see whole "
+                "gradients, and SENG works with FSDP2 and HSDP"
+            )
     for p in sharded:
         kinds = {type(placement).__name__ for placement in p.placements}  # type: ignore[attr-defined]
         if not kinds <= {"Shard", "Replicate"}:

@@ -257,5 +257,7 @@ def _site(shared: set[nn.Parameter], entries: list[tuple[str, nn.Module]], atten
             first = next(iter(segments.values())).shape
             if segment.shape != shape or shape[:2] != first[:2]:
                 return "it shares a parameter with a layer that lays it out differently"
+    if len({is_sharded(p) for p in segments}) > 1:
+        return "some of its parameters are spread over ranks and others are not"
     weights_first = sorted(segments.values(), key=lambda segment: segment.name != "weight")
     return Site(tuple(members), tuple(weights_first))

@@ -21,7 +21,7 @@ from seng.grouped import Grouped, Hyper, Item, Piece, available, fits
 from seng.layers import ROWS
 from seng.operators import Explicit, Merged
 from seng.replay import capturing, side_stream, write
-from seng.sharded import Sharded
+from seng.sharded import Sharded, is_sharded
 from seng.sites import Segment, Site
 from seng.sketch import Identity
 from seng.windows import Windows
@@ -146,6 +146,7 @@ class OneByOne:
         return out | _spread([solve for solve in self.solves if isinstance(solve.block.U, Sharded)], grads) if spread else out
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _spread(solves: Sequence[Solve], grads: Gradients) -> dict[nn.Parameter, Tensor]:
     """λ(M + λI)⁻¹g where each rank has a part of g: the layers' Uᵀg travel in one message."""
     gs = [s.site.gather(s.active, grads, s.block.gram.dtype) for s in solves]
@@ -285,7 +286,7 @@ def sort(solves: Sequence[Solve], grads: Gradients, updates: bool) -> Ready:
         inside = set(params)
         none = torch.zeros((), dtype=torch.int64, device=device)
         dtype = next((item.Y.dtype for item in items.values()), torch.float32)  # of one kind with the others
-        others = [p for p in grads if p not in inside and p.device == device]
+        others = [p for p in grads if p not in inside and p.device == device and not is_sharded(p)]
         plain = [item for p in others if fits(item := _plain(p, dtype, none))]
         params += [item.pieces[0].param for item in plain]  # type: ignore[misc]
     if not items:

@@ -243,20 +243,20 @@ def test_block_with_independent_sides_takes_the_product_of_their_means(ranks):
 
 
 class Branches(nn.Module):
-    """The second branch is used by odd ranks alone, the third by nobody."""
+    """The second branch is used by odd ranks alone, the third, if there is one, by nobody."""
 
-    def __init__(self):
+    def __init__(self, third):
         super().__init__()
         torch.manual_seed(2)
-        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4) if third else None
         self.rank = 0
 
     def forward(self, x):
         return self.second(self.first(x)) if self.rank % 2 else self.first(x)
 
 
-def branches(rank, strategy):
-    model = Branches()
+def branches(rank, strategy, third):
+    model = Branches(third)
     model.rank = rank
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     opt = seng.SENG(
@@ -267,12 +267,13 @@ def branches(rank, strategy):
         opt.zero_grad()
         naive.loss_of(wrapped(torch.randn(3, 4, generator=generator)), torch.ones(3, 4)).backward()
         opt.step()
-    return naive.flat([p.detach() for p in model.parameters()]), model.third.weight.grad is None
+    return naive.flat([p.detach() for p in model.parameters()]), not third or model.third.weight.grad is None
 
 
+@pytest.mark.parametrize("third", [True, False], ids=["three", "two"])
 @pytest.mark.parametrize("strategy", ["shared", "block", "lagged"])
-def test_layers_that_some_ranks_or_none_use(ranks, strategy):
-    found = ranks(branches, strategy)
+def test_layers_that_some_ranks_or_none_use(ranks, strategy, third):
+    found = ranks(branches, strategy, third)
     assert all(torch.equal(weights, found[0][0]) and unused for weights, unused in found)
     assert found[0][0].isfinite().all()
 
@@ -291,11 +292,11 @@ def an_empty_batch(rank, strategy):
     return first
 
 
-@pytest.mark.parametrize("strategy", ["shared", "block"])
+@pytest.mark.parametrize("strategy", ["shared", "block", "lagged"])
 def test_a_rank_without_samples(two, strategy):
     layer, x, target = example("linear", 4)
     u = naive.per_sample_gradients(layer, x, target)
-    want = wanted([u[:2], u[:0]], LAM, strategy == "block")
+    want = wanted([u[:2], u[:0]], LAM, strategy != "shared")  # the first step is not lagged
     for got in two(an_empty_batch, strategy):
         assert naive.relative_error(got, want) < 1e-9
 
@@ -315,3 +316,183 @@ def frozen(rank, strategy):
 def test_frozen_parameters_stay(ranks, strategy):
     found = ranks(frozen, strategy)
     assert all(torch.equal(w, found[0]) for w in found)
+
+
+def relative(rank):
+    layer, x, target = example("linear", 8)
+    part = parts(8, dist.get_world_size())[rank]
+    model = DistributedDataParallel(layer)
+    curvature = exact(relative_damping=True)
+    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=LAM, units="sgd", curvature=curvature, strategy="block")
+    return step_of(model, opt, x[part], target[part])
+
+
+def test_a_relative_damping_of_block_is_relative_to_the_mean_of_the_ranks(ranks):
+    layer, x, target = example("linear", 8)
+    u = naive.per_sample_gradients(layer, x, target)
+    u_of = [u[part] for part in parts(8, ranks.size)]
+    lam = LAM * sum(float(torch.linalg.eigvalsh(naive.fisher(v))[-1]) for v in u_of) / ranks.size
+    want = lam * wanted(u_of, lam, blocks=True)
+    for got in ranks(relative):
+        assert naive.relative_error(got, want) < 1e-9
+
+
+SKETCHES = [
+    seng.sketch.Rows(40),
+    seng.sketch.LeverageRows(60),
+    seng.sketch.KroneckerRows(3, 5),
+    seng.sketch.Gaussian(40),
+    seng.sketch.CountSketch(40),
+]
+
+
+@pytest.mark.parametrize("sketch", SKETCHES, ids=lambda sketch: type(sketch).__name__)
+def test_sketches_choose_the_directions_alike_on_all_ranks(two, sketch):
+    found = two(train, 7, {"sketch": sketch, "rank": 4}, [6, 6])
+    assert torch.equal(*found) and found[0].isfinite().all()
+    exactly = two(train, 7, {"rank": 4}, [6, 6])[0]
+    assert not torch.equal(found[0], exactly)  # it was used
+
+
+def parted(rank):
+    """Bases that differ in a bit after a refresh."""
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    opt = seng.SENG(wrapped, lr=0.05, refresh_every=3)
+    real = opt.preconditioner.ranks.agree
+
+    def agree(blocks, refreshed, sites):
+        for block in blocks.values():
+            block.U.Y.mul_(1 + 1e-3 * rank)
+        real(blocks, refreshed, sites)
+
+    opt.preconditioner.ranks.agree = agree
+    part = parts(12, dist.get_world_size())[rank]
+    for x, target in batches(5, 12):
+        step_of(wrapped, opt, x[part], target[part])
+    return naive.flat([p.detach() for p in model.parameters()])
+
+
+def test_bases_that_differ_become_the_first_ranks(two):
+    assert torch.equal(*two(parted))
+
+
+def lagged_with(rank, wrap, change):
+    """`lagged` while the damping changes, or with a batch of its own for the curvature."""
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    opt = seng.SENG(wrapped if wrap else model, lr=0.05, refresh_every=4, strategy="lagged", damping=0.01)
+    part = parts(12, dist.get_world_size())[rank]
+    for i, (x, target) in enumerate(batches(7, 12)):
+        x, target = x[part], target[part]
+        opt.zero_grad()
+        if change == "damping":
+            opt.param_groups[0]["damping"] = 0.01 * (1 + i)
+        elif i == 2:
+            with opt.curvature_batch():
+                naive.loss_of(wrapped(x.flip(0)), target).backward()
+        naive.loss_of(wrapped(x), target).backward()
+        opt.step()
+    return naive.flat([p.detach() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("change", ["damping", "a batch of its own"])
+def test_what_travels_along_is_what_would_travel_by_itself(two, change):
+    along, alone = two(lagged_with, True, change), two(lagged_with, False, change)
+    assert torch.equal(*along) and naive.relative_error(along[0], alone[0]) < 1e-12
+
+
+def reloaded(rank, strategy, fresh):
+    """Save and load in mid-period; on a fresh optimizer too."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    opt = seng.SENG(wrapped, lr=0.05, refresh_every=4, strategy=strategy)
+    part = parts(12, dist.get_world_size())[rank]
+    weights, state = get_state_dict(wrapped, opt)
+    if fresh:
+        set_state_dict(wrapped, opt, model_state_dict=weights, optim_state_dict=state)
+    for i, (x, target) in enumerate(batches(8, 12)):
+        step_of(wrapped, opt, x[part], target[part])
+        if i == 5:
+            opt.load_state_dict(opt.state_dict())
+    return naive.flat([p.detach() for p in model.parameters()]), opt.last_refresh
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("strategy", ["shared", "block", "lagged"])
+def test_a_state_is_loaded_by_all(two, strategy, fresh):
+    (first, at), (second, _) = two(reloaded, strategy, fresh)
+    assert torch.equal(first, second) and at == (6 if strategy != "shared" else None)  # their own curvature is refreshed
+
+
+def used_again(rank, strategy):
+    """A layer that is used at the first refresh, not at the second, and then again."""
+    model = Branches(False)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = seng.SENG(wrapped, lr=0.1, momentum=0.0, damping=LAM, curvature=exact(), strategy=strategy, refresh_every=2)
+    for i in range(4):
+        model.rank = int(i not in (2,))
+        opt.zero_grad()
+        naive.loss_of(wrapped(torch.randn(3, 4)), torch.ones(3, 4)).backward()
+        before, g = model.second.weight.detach().clone(), model.second.weight.grad
+        opt.step()
+    return naive.relative_error(before - model.second.weight.detach(), 0.1 * g)
+
+
+@pytest.mark.parametrize("strategy", ["shared", "block"])
+def test_a_layer_keeps_its_curvature_over_a_refresh_that_does_not_see_it(two, strategy):
+    assert all(off > 0.01 for off in two(used_again, strategy))
+
+
+def without_seng(rank):
+    """SGD on a DistributedDataParallel that `lagged` has used."""
+    from seng.lab.bench.traffic import Traffic
+
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    opt = seng.SENG(wrapped, lr=0.05, refresh_every=4, strategy="lagged")
+    part = parts(12, dist.get_world_size())[rank]
+    for x, target in batches(3, 12):
+        step_of(wrapped, opt, x[part], target[part])
+    del opt
+    with Traffic() as traffic:
+        naive.loss_of(wrapped(x[part]), target[part]).backward()
+    return traffic.bytes, sum(p.numel() * 8 for p in model.parameters())
+
+
+def test_nothing_travels_along_once_the_optimizer_is_gone(two):
+    assert all(sent == gradient for sent, gradient in two(without_seng))
+
+
+def bucket_views(rank):
+    model = network()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    opt = seng.SENG(wrapped, lr=0.05)
+    part = parts(12, dist.get_world_size())[rank]
+    (x, target), (y, other) = batches(2, 12)
+    naive.loss_of(wrapped(x[part]), target[part]).backward()
+    before = naive.flat([p.grad.clone() for p in model.parameters()])
+    with opt.curvature_batch():
+        naive.loss_of(wrapped(y[part]), other[part]).backward()
+    return naive.relative_error(naive.flat([p.grad for p in model.parameters()]), before)
+
+
+def test_a_batch_for_the_curvature_leaves_gradients_alone(two):
+    assert two(bucket_views) == [0.0, 0.0]
+
+
+def alone(rank):
+    """Networks that have nothing to do with each other."""
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 3)
+    opt = seng.SENG(model, strategy="local", refresh_every=1)
+    for _ in range(1 + rank):
+        step_of(model, opt, torch.randn(5, 4), torch.ones(5, 3))
+    return opt.last_refresh
+
+
+def test_networks_of_their_own_have_curvatures_of_their_own(two):
+    assert two(alone) == [0, 1]

@@ -173,3 +173,47 @@ def test_a_checkpoint_resumes_under_another_wrapper(two, four, tmp_path, before,
     want = two(saved, str(tmp_path / "two"), 6, {}, before)[0]
     for ranks in (two, four):
         assert all(naive.relative_error(w, want) < 1e-9 for w in ranks(resumed, str(tmp_path / "two"), 6, {}, after))
+
+
+def full_state(rank):
+    """The usual recipe: rank 0 has all of the state, and a new optimizer on every rank is told."""
+    import warnings
+
+    from torch.distributed.checkpoint import state_dict as sd
+
+    model = sharded(network())
+    opt = seng.SENG(model, lr=0.05, damping=0.01, refresh_every=6)
+    part = parts(12, dist.get_world_size())[rank]
+    for i, (x, target) in enumerate(batches(8, 12)):
+        if i == 4:
+            whole_state = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights, state = sd.get_state_dict(model, opt, options=whole_state)
+            model = sharded(network())
+            opt = seng.SENG(model, lr=0.05, damping=0.01, refresh_every=6)
+            told = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                sd.set_model_state_dict(model, weights, options=told)
+                sd.set_optimizer_state_dict(model, opt, state, options=told)
+        opt.zero_grad()
+        naive.loss_of(model(x[part]), target[part]).backward()
+        opt.step()
+    return whole(model.parameters()), opt.preconditioner.renewals
+
+
+def test_a_state_that_only_the_first_rank_has_is_refreshed_by_all(two):
+    (first, count), (second, other) = two(full_state)
+    assert torch.equal(first, second) and count == other
+
+
+def partly(rank):
+    model = network()
+    ignored = {model[3].bias}
+    opt = seng.SENG(fully_shard(model, ignored_params=ignored), lr=0.05)
+    return opt.preconditioner.uncovered
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_that_is_partly_spread_takes_the_plain_gradient(two):
+    for uncovered in two(partly):
+        assert "spread over ranks and others are not" in uncovered["3.weight"]

@@ -9,16 +9,12 @@ from torch import nn
 from situations import as_plain, loop, mlp, sengs, situation
 
 
-def in_a_group(size, run):
+def in_a_group(run):
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         try:
-            if size > 1:
-                real, dist.get_world_size = dist.get_world_size, lambda *_: size
             run()
         finally:
-            if size > 1:
-                dist.get_world_size = real
             dist.destroy_process_group()
 
 
@@ -29,7 +25,7 @@ def _():
         parallel = nn.parallel.DistributedDataParallel(model)
         as_plain(loop(model, sengs(parallel), run=parallel))
 
-    in_a_group(1, run)
+    in_a_group(run)
 
 
 def among_two(function, *args):
@@ -60,11 +56,6 @@ def _():
 
     torch.set_default_dtype(torch.float64)
     assert torch.allclose(among_two(trained, 6, {}), train(0, 6, {"form": "merged"}, None))
-
-
-@situation("Processes", "strategy='local' among several")
-def _():
-    in_a_group(2, lambda: sengs(mlp(), strategy="local"))
 
 
 @situation("Processes", "nn.DataParallel without GPUs")
