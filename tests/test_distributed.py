@@ -496,3 +496,21 @@ def alone(rank):
 
 def test_networks_of_their_own_have_curvatures_of_their_own(two):
     assert two(alone) == [0, 1]
+
+
+def drawn(rank):
+    from seng.distributed import team_of
+    from seng.operators import Explicit
+    from seng.pool import Share, _omega
+
+    U = Explicit(torch.randn(50, 3, generator=torch.Generator().manual_seed(rank)), (1, 5, 10))
+    share = Share(U, [3, 3], 2, lambda: torch.Generator().manual_seed(9))
+    omega = _omega(team_of(None, None), share, seng.sketch.LeverageRows(20))
+    return omega.index, omega.scale, U.row_norms()
+
+
+def test_rows_are_chosen_by_the_norms_of_all_ranks(two):
+    (index, scale, norms), (other, same, others) = two(drawn)
+    assert torch.equal(index, other) and torch.equal(scale, same)
+    p = (norms + others) / (norms + others).sum()
+    assert torch.allclose(scale, (20 * p[index]).rsqrt())
