@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from several import Ranks
 from torch import Tensor, nn
 
 torch.set_num_threads(1)  # two workers share two cores
@@ -104,3 +105,22 @@ def case(request) -> Case:
 @pytest.fixture(params=FORMS)
 def form(request) -> str:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request, two, four):
+    return two if request.param == 2 else four

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import LAYERS
-from several import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,25 +14,6 @@ import seng
 
 CASES = {case.name: case for case in LAYERS}
 LAM = 0.3
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def four():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(params=[2, 4])
-def ranks(request, two, four):
-    return two if request.param == 2 else four
 
 
 def exact(**options):

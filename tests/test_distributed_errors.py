@@ -13,13 +13,6 @@ import seng
 TIMEOUT = 4
 
 
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
 @pytest.fixture
 def hasty():
     """Two ranks that may break, and do not wait long."""

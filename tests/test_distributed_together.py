@@ -1,21 +1,12 @@
 """DistributedDataParallel, torch.compile, mixed precision with a scaler and accumulation, all at once."""
 
 import naive
-import pytest
 import torch
-from several import Ranks
 from test_distributed import batches, parts
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import seng
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 def small():

@@ -4,7 +4,6 @@ import naive
 import pytest
 import torch
 import torch.distributed as dist
-from several import Ranks
 from test_distributed import batches, network, parts
 from test_fsdp import sharded
 from torch import nn
@@ -12,13 +11,6 @@ from torch import nn
 import seng
 from seng.lab import models
 from seng.lab.bench.traffic import Traffic
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 def steps_of(rank, strategy, wrap, options):

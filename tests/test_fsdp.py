@@ -5,32 +5,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import LAYERS
-from several import Ranks
 from test_distributed import CASES, LAM, batches, exact, example, network, parts, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import seng
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def four():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(params=[2, 4])
-def ranks(request, two, four):
-    return two if request.param == 2 else four
 
 
 def whole(params) -> torch.Tensor:

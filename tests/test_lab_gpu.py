@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_train import QUICK, small
+from test_train import QUICK, float32, small  # noqa: F401
 from torch import nn
 
 from seng.lab.datasets import load
@@ -23,14 +23,6 @@ def certain(classes: int) -> nn.Module:
 
 
 CERTAIN = replace(QUICK, build=certain)
-
-
-@pytest.fixture(autouse=True)
-def float32():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
 
 
 @pytest.fixture(autouse=True)
