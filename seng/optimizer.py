@@ -117,7 +117,21 @@ class SENG(Optimizer):
                 loss = closure()
         if self._quick is not None and self._quick_step():
             return loss
-        grads, damping, ready = self._ready(torch.compiler.is_compiling())
+        traced = torch.compiler.is_compiling()
+        if traced and self.preconditioner is not None and self.preconditioner.spread:
+            self._untraced()
+        else:
+            self._move(traced)
+        return loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _untraced(self) -> None:
+        """With parameters that are spread over ranks: shapes differ among ranks, and what one compiles fits no other."""
+        self._move(False)
+
+    def _move(self, traced: bool) -> None:
+        """Directions, and the update along them."""
+        grads, damping, ready = self._ready(traced)
         directions = dict(grads)
         averages = self.preconditioner is not None and self.preconditioner.ranks.averaging is not None
         if ready.grouped is not None and self._units == "sgd" and self._plain_lr() and not averages:
@@ -131,7 +145,6 @@ class SENG(Optimizer):
                 update(self.state, group, [p for p in group["params"] if p in directions], directions)
         if self.preconditioner is not None and grads:
             self.preconditioner.advance()
-        return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _ready(self, traced: bool) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, float], Ready]:

@@ -119,6 +119,7 @@ class Preconditioner:
         if self.sites:
             self.capture.remove()
         self.trained, self.sites, self.uncovered = params, sites, uncovered
+        self.spread = any(site.sharded for site in sites)  # asked here, since a compiler does not see it
         self._kept = None
         self._waiting.clear()
         early = partial(grams, run=self.replay) if self.curvature.sketch is None and not self.ranks.team.pools else None

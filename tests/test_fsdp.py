@@ -197,3 +197,19 @@ def partly(rank):
 def test_a_layer_that_is_partly_spread_takes_the_plain_gradient(two):
     for uncovered in two(partly):
         assert "spread over ranks and others are not" in uncovered["3.weight"]
+
+
+def compiled(rank, compiles):
+    model = sharded(network())
+    opt = seng.SENG(model, lr=0.05, refresh_every=3)
+    step = torch.compile(opt.step) if compiles else opt.step
+    part = parts(12, dist.get_world_size())[rank]
+    for x, target in batches(7, 12):
+        opt.zero_grad()
+        naive.loss_of(model(x[part]), target[part]).backward()
+        step()
+    return whole(model.parameters())
+
+
+def test_a_compiled_step_is_the_plain_one(two):
+    assert naive.relative_error(two(compiled, True)[1], two(compiled, False)[1]) < 1e-12
