@@ -120,17 +120,7 @@ class SENG(Optimizer):
         traced = torch.compiler.is_compiling()
         if traced and self.preconditioner is not None and self.preconditioner.spread:
             self._untraced()
-        else:
-            self._move(traced)
-        return loss
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _untraced(self) -> None:
-        """With parameters that are spread over ranks: shapes differ among ranks, and what one compiles fits no other."""
-        self._move(False)
-
-    def _move(self, traced: bool) -> None:
-        """Directions, and the update along them."""
+            return loss
         grads, damping, ready = self._ready(traced)
         directions = dict(grads)
         averages = self.preconditioner is not None and self.preconditioner.ranks.averaging is not None
@@ -140,10 +130,23 @@ class SENG(Optimizer):
             directions = self.preconditioner.directions(grads, damping, ready)
         elif self._units == "paper":
             directions = {p: g / damping[p] for p, g in grads.items()}
+        self._update(directions)
+        if self.preconditioner is not None and grads:
+            self.preconditioner.advance()
+        return loss
+
+    def _update(self, directions: dict[nn.Parameter, Tensor]) -> None:
         if directions:
             for group in self.param_groups:
                 update(self.state, group, [p for p in group["params"] if p in directions], directions)
-        if self.preconditioner is not None and grads:
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _untraced(self) -> None:
+        """With parameters that are spread over ranks: shapes differ among ranks, and what one compiles fits no other."""
+        assert self.preconditioner is not None
+        grads, damping, ready = self._ready(False)
+        self._update(self.preconditioner.directions(grads, damping, ready))
+        if grads:
             self.preconditioner.advance()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
