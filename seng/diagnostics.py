@@ -71,10 +71,7 @@ class Refresh:
 
 def compare(g: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """cos(g, d) and ‖d‖/‖g‖; 1 and 1 for a gradient of zeros."""
-    tiny = torch.finfo(g.dtype).tiny
-    size, length = g.norm(), d.norm()
-    zero = size == 0
-    return torch.where(zero, 1, (g @ d) / (size * length).clamp_min(tiny)), torch.where(zero, 1, length / size.clamp_min(tiny))
+    return cosine_of(g @ g, d @ d, g @ d)
 
 
 def cosine_of(g_g: Tensor, d_d: Tensor, g_d: Tensor) -> tuple[Tensor, Tensor]:

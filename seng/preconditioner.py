@@ -305,14 +305,15 @@ class Preconditioner:
         numbers = self.samples.numbers
         dims = [site_dims(self.sites[i], self.samples.kappa(i), rho, numbers(i), self.half) for i in found]
         jobs: dict[int, Job] = {}
-        known = self.samples.known_grams(self._scale)
+        scale = self._scale  # once: a scaler on a GPU is waited for
+        known = self.samples.known_grams(scale)
         for index, chosen in zip(found, plan(dims, self.curvature, self.budget, self.refresh_every), strict=True):
             self.plans[index] = chosen
             if chosen.form == "plain":
                 self._take_plain(index, chosen.why)
                 continue
             self.notices.sketch(self.curvature.sketch, chosen.dims)
-            U = self.samples.take(index, self._scale)
+            U = self.samples.take(index, scale)
             self._check_sum(index, chosen, U, grads)
             jobs[index] = self._job(index, chosen, U, damping, known.get(index))
         return jobs

@@ -152,8 +152,7 @@ def _spread(solves: Sequence[Solve], grads: Gradients) -> dict[nn.Parameter, Ten
     gs = [s.site.gather(s.active, grads, s.block.gram.dtype) for s in solves]
     Us = [s.block.U for s in solves]
     cs = [U.Y @ g for U, g in zip(Us, gs, strict=True)]  # type: ignore[attr-defined]
-    teams = {U.team: U.team for U in Us}  # type: ignore[attr-defined]
-    for team in teams:
+    for team in dict.fromkeys(U.team for U in Us):  # type: ignore[attr-defined]
         team.sum_([c for c, U in zip(cs, Us, strict=True) if U.team == team], "Uᵀg of spread parameters")  # type: ignore[attr-defined]
     out: dict[nn.Parameter, Tensor] = {}
     for s, U, g, c in zip(solves, Us, gs, cs, strict=True):

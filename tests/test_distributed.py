@@ -284,18 +284,21 @@ def test_a_rank_without_samples(two, strategy):
 def frozen(rank, strategy):
     model = network()
     model[3].weight.requires_grad_(False)
+    start = [p.detach().clone() for p in model.parameters()]
     wrapped = DistributedDataParallel(model)
     opt = seng.SENG(wrapped, lr=0.05, strategy=strategy, refresh_every=2)
     part = parts(12, dist.get_world_size())[rank]
     for x, target in batches(5, 12):
         step_of(wrapped, opt, x[part], target[part])
-    return naive.flat([p.detach() for p in model.parameters()])
+    stayed = [torch.equal(p, before) for p, before in zip(model.parameters(), start, strict=True)]
+    return naive.flat([p.detach() for p in model.parameters()]), stayed
 
 
 @pytest.mark.parametrize("strategy", ["shared", "block", "lagged"])
 def test_frozen_parameters_stay(ranks, strategy):
     found = ranks(frozen, strategy)
-    assert all(torch.equal(w, found[0]) for w in found)
+    assert all(torch.equal(w, found[0][0]) for w, _ in found)
+    assert found[0][1] == [False, False, True, False, False, False]  # of three layers the second one's weight
 
 
 def relative(rank):

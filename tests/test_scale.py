@@ -11,7 +11,7 @@ from torch import nn
 
 from seng import cli
 from seng.lab import models, scale
-from seng.lab.scale import Compute, Link, Method, Projection, layers
+from seng.lab.projection import Compute, Link, Method, Projection, layers
 
 SIZES = (1000, 10)  # n_l
 LINK = Link(latency_us=100, bandwidth_gbs=1e-3)  # 10⁶ bytes per second

@@ -22,7 +22,7 @@ from seng import cli
 from seng.lab.bench import distributed
 from seng.lab.bench.traffic import Traffic
 from seng.lab.models import small_cnn
-from seng.lab.scale import Compute, Link, Method, Projection, layers
+from seng.lab.projection import Compute, Link, Method, Projection, layers
 
 RANKS = 2
 TEN = torch.Size((10,))  # float32: 40 bytes
