@@ -25,13 +25,15 @@ def main(folder: str, task: str, level: str) -> None:
         ]
         there = [point for point in firsts if point is not None]
         final = estimate(run.final.metric for run in seeds)
-        epochs, seconds = estimate(p.epoch for p in there), estimate(p.seconds for p in there)
-        milliseconds = [1e3 * run.final.seconds / run.final.step for run in seeds]
+        epochs = estimate(p.epoch for p in there)
+        seconds = estimate(p.seconds for run, p in zip(seeds, firsts, strict=True) if p is not None and run.timed)
+        milliseconds = [1e3 * run.final.seconds / run.final.step for run in seeds if run.timed]
         loss = sum(run.final.train_loss or 0 for run in seeds) / len(seeds)
-        said = "not reached" if epochs is None or seconds is None else f"{epochs.mean:.1f} epochs, {seconds.mean:.1f} s"
+        said = "not reached" if epochs is None else f"{epochs.mean:.1f} epochs"
+        said += f", {seconds.mean:.1f} s" if seconds else ""
         half = "" if final is None or final.half is None else f" ± {final.half:.4f}"
         mean = float("nan") if final is None else final.mean
-        steps = f"{min(milliseconds):.2f} to {max(milliseconds):.2f} ms"
+        steps = f"{min(milliseconds):.2f} to {max(milliseconds):.2f} ms" if milliseconds else "untimed"
         print(f"{name:12} {mean:.4f}{half}  {len(there)}/{len(seeds)} seeds: {said}  {steps}  {loss:.4f}")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from seng.lab.report import command, curves, figures, looks, summary
+from seng.lab.report import command, curves, data, figures, looks, summary
 from seng.lab.report.page import page
 from seng.lab.results import Point, Trajectory, append, path_of, read
 
@@ -105,6 +105,25 @@ def test_seeds_that_missed_the_target_are_counted() -> None:
     assert found.final and found.final.mean == pytest.approx((0.95 + 0.92 + 0.7) / 3)
     assert found.step_ms and found.step_ms.mean == pytest.approx((100 + 200 + 100) / 3)
     assert looks.cells(found, summary.summarise(runs)[0])[:4] == ["seng", "2/3", "3.50 ± 6.35", "2.50 ± 6.35"]
+
+
+def test_a_run_that_shared_the_machine_has_epochs_but_no_seconds(tmp_path: Path) -> None:
+    shared = {"run": {"epochs": 3.0, "batch": 64, "amp": False, "shared": True}}
+    alone, beside = run(seed=0), run(seed=1, seconds=9.0, **shared)
+    mixed = summary.standing([alone, beside])
+    assert mixed.reached == 2 and mixed.epochs and mixed.epochs.count == 2
+    assert mixed.seconds and (mixed.seconds.mean, mixed.seconds.count) == (3.0, 1)
+    assert mixed.step_ms and (mixed.step_ms.mean, mixed.step_ms.count) == (pytest.approx(100.0), 1)
+    both = curves.band([alone, beside], "seconds", "metric")
+    assert both is not None and both.x[-1] == 3.0
+    assert curves.band([beside], "seconds", "metric") is None and curves.band([beside], "epoch", "metric") is not None
+    task = summary.summarise([beside])[0]
+    drawn = data.task_data(task, looks.looks([task]))
+    assert drawn["methods"][0]["seeds"][0]["seconds"] == [None] * 3
+    assert drawn["bars"]["seconds"][0]["text"] == "untimed (1/1)" and drawn["bars"]["epochs"][0]["mean"] == 3.0
+    assert re.search(r"stands first: [\d.]+ epochs to it", page([task], [], "now"))
+    figures.draw([task], tmp_path)
+    assert (tmp_path / "digits-cnn-curves.png").exists()
 
 
 def test_step_time_is_a_median_that_a_slow_start_does_not_move() -> None:

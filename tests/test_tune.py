@@ -152,6 +152,24 @@ def test_schedules_shrink_with_the_budget() -> None:
     assert whole == {"schedule_epochs": None, "warmup": 3.0}  # a schedule as long as the run
 
 
+def test_what_is_set_is_not_searched_and_stays_with_what_is_found(small: None, tmp_path: Path) -> None:
+    given = ["--set", "seng.refresh_every=3", "damping=0.2"]
+    tune.main(words(tmp_path, *given, optimizers=("seng",), number=1))
+    found = json.loads((tmp_path / "digits-cnn/tuned.json").read_text())["seng"]["recipe"]
+    assert (found["refresh_every"], found["damping"]) == (3, 0.2) and {"lr", "weight_decay"} < set(found)
+    plan = Plan(DIGITS, "seng", fixed={"damping": "0.2"})
+    assert "damping" not in plan.space and "lr" in plan.space and plan.base.values()["damping"] == 0.2
+    for changed, said in (
+        (["--set", "damping=0.3"], "was made with set"),
+        ([], "was made with"),
+        (["--set", "sgd.lr=1"], "does not run here"),
+        (["--set", "dampin=1"], "did you mean damping"),
+        (["--set", "lr=1", "--sampler", "grid"], "--set goes with --sampler tpe"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            tune.main(words(tmp_path, *changed, optimizers=("seng",), number=1))
+
+
 def test_the_papers_grids_come_in_an_order_of_the_seed_each_point_once() -> None:
     plan = Plan(TASKS["cifar10-resnet18"], "seng-paper", sampler="grid", trials=10_000)
     grid = [paper.in_sgd_units(point) for grid in plan.grids for point in paper.points(grid)]

@@ -76,6 +76,8 @@ class How:
     """Leave aside what `seng tune` found."""
     again: bool = False
     """Run again what is finished."""
+    shared: bool = False
+    """Other work runs on the machine meanwhile: the results say so, and no report counts their seconds."""
     checkpoint: float = 60.0
     """Seconds between checkpoints, which are written after evaluations."""
     timeout: float = 600.0
@@ -96,6 +98,14 @@ def changes(given: Sequence[str], optimizer: str) -> dict[str, Any]:
             if bool(dot) == own and (not dot or name == optimizer):
                 found[field] = value
     return found
+
+
+def check_set(given: Sequence[str], optimizers: Sequence[str]) -> None:
+    """Refuse what `--set` says of an optimizer that does not run."""
+    for text in given:
+        if "." in (key := text.partition("=")[0]) and key.rpartition(".")[0] not in optimizers:
+            recipe(key.rpartition(".")[0])  # says what there is
+            raise ValueError(f"--set {text} is for an optimizer that does not run here: there are {', '.join(optimizers)}")
 
 
 def chosen(
@@ -122,12 +132,10 @@ def runs(
     what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: Amounts, how: How, out: Path, ranks: int = 1
 ) -> list[Run]:
     """Everything that is to be run, seed after seed."""
-    for text in how.set:
-        if "." in (key := text.partition("=")[0]) and key.rpartition(".")[0] not in optimizers:
-            recipe(key.rpartition(".")[0])  # says what there is
-            raise ValueError(f"--set {text} is for an optimizer that does not run here: there are {', '.join(optimizers)}")
+    check_set(how.set, optimizers)
     recipes = {name: chosen(what, name, how, out, amounts.epochs) for name in optimizers}
-    common: dict[str, Any] = {"label": how.label, "compile": how.compile, "graph": how.graph, "stop": amounts.stop}
+    common: dict[str, Any] = {name: getattr(how, name) for name in ("label", "compile", "graph", "shared")}
+    common["stop"] = amounts.stop
     return [
         Run(what, recipes[name][0], seed, amounts.epochs, amounts.batch, tuning=recipes[name][1], ranks=ranks, **common)
         for seed in seeds

@@ -44,11 +44,11 @@ def ours(runs: Sequence[Trajectory]) -> Side:
     if not runs:
         return Side()
     there = [point for run in runs if (point := run.to_target)]
-    seconds = estimate(point.seconds for point in there)
+    seconds = estimate(point.seconds for run in runs if run.timed and (point := run.to_target))
     best = estimate(run.best.metric for run in runs)
-    epoch = estimate(run.final.seconds / run.final.epoch for run in runs if run.final.epoch > 0)
+    epoch = estimate(run.final.seconds / run.final.epoch for run in runs if run.timed and run.final.epoch > 0)
     return Side(
-        _written(seconds) if seconds else _missed(best.mean if best else None),
+        _written(seconds) if seconds else "untimed" if there else _missed(best.mean if best else None),
         _written(estimate(point.epoch for point in there)),
         f"{len(there)}/{len(runs)}",
         _written(estimate(run.final.metric for run in runs), 100),

@@ -59,6 +59,11 @@ class Trajectory:
         return f"{self.optimizer}-{self.label}" if self.label else self.optimizer
 
     @property
+    def timed(self) -> bool:
+        """Whether its seconds mean something: it had the machine to itself."""
+        return not self.run.get("shared")
+
+    @property
     def to_target(self) -> Point | None:
         """The first evaluation that reaches the target."""
         return next((p for p in self.points if reaches(p.metric, self.target, self.higher_is_better)), None)

@@ -29,6 +29,7 @@ class Run:
     stop: bool = True  # at the target
     tuning: dict[str, Any] | None = None  # how many trials chose the recipe, and in which study
     ranks: int = 1  # processes that share every batch
+    shared: bool = False  # with other work on the same machine: its times mean nothing
 
     def __post_init__(self) -> None:
         if self.budget <= 0 or self.size < 1:
@@ -78,6 +79,7 @@ class Run:
             "stop": self.stop,
             **({"graph": True} if self.replays(device) else {}),
             **({"ranks": self.ranks} if self.ranks > 1 else {}),
+            **({"shared": True} if self.shared else {}),
         }
         return {
             "format": results.FORMAT,

@@ -30,7 +30,9 @@ class Band:
 
 
 def series(run: Trajectory, x: str, y: str) -> tuple[Array, Array]:
-    """One run: a Point's field y against its field x, without what is not finite, thinned to MOST points."""
+    """One run: a Point's field y against its field x, without what is not finite or not timed, thinned to MOST points."""
+    if x == "seconds" and not run.timed:
+        return np.empty(0), np.empty(0)
     pairs = [(getattr(point, x), getattr(point, y)) for point in run.points if getattr(point, y) is not None]
     both = np.array(pairs, dtype=np.float64).reshape(-1, 2)[thin(len(pairs))]
     return both[:, 0], both[:, 1]
@@ -43,7 +45,7 @@ def thin(count: int, most: int = MOST) -> NDArray[np.int64]:
 
 def band(runs: Sequence[Trajectory], x: str, y: str, most: int = MOST) -> Band | None:
     """Over the seeds, by linear interpolation; None where there is no x that all of them have."""
-    each = [series(run, x, y) for run in runs]
+    each = [series(run, x, y) for run in runs if run.timed or x != "seconds"]
     if not each or any(len(xs) == 0 for xs, _ in each):
         return None
     first, last = max(xs[0] for xs, _ in each), min(xs[-1] for xs, _ in each)

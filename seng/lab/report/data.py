@@ -74,6 +74,10 @@ def _seed(run: Trajectory, scale: int) -> dict[str, Any]:
         out["target"]["metric"] = short(scale * there.metric)
     for axis in AXES:
         out[axis] = rounded(getattr(point, axis) for point in points)
+    if not run.timed:
+        out["seconds"] = [None] * len(points)
+        if there:
+            out["target"]["seconds"] = None
     for quantity in QUANTITIES:
         factor = scale if quantity == "metric" else 1
         values = [getattr(point, quantity) for point in points]
@@ -89,7 +93,7 @@ def _bars(
     for s in standings:
         e = value(s)
         share = f"{s.share} seeds" if to_target else ""
-        said = plus_minus(e, "not reached" if to_target else "unknown")
+        said = plus_minus(e, "not reached" if to_target and not s.reached else "untimed")
         text = f"{said} ({s.share})" if to_target else said
         hover = ", ".join(filter(None, (f"{said} {unit}" if e else said, share)))
         out.append({"name": s.name, "mean": e and e.mean, "half": e and e.half, "text": text, "hover": hover})

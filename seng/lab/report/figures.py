@@ -99,7 +99,7 @@ def _curve(ax: Any, task: Task, name: str, look: Look, axis: str, quantity: str,
         style = {"color": look.light, "linewidth": 0.5, "alpha": 0.5} if mean is not None else bold
         ax.plot(x, factor * y, label=name if mean is None and i == 0 else None, **style)
         there = run.to_target
-        if quantity == "metric" and there and there.metric is not None:
+        if quantity == "metric" and there and there.metric is not None and len(x):
             place = [getattr(there, axis)], [factor * there.metric]
             ax.plot(*place, MARKERS[look.marker], color=look.light, markersize=5, markeredgecolor="white", markeredgewidth=0.6)
 
@@ -122,7 +122,7 @@ def bars(
             ax.barh(i, mean, 0.62, hatch=HATCHES[paint.dash], linewidth=1, **pale)
             if half:
                 ax.errorbar(mean, i, xerr=half, color="0.15", capsize=3, linewidth=1.1)
-            said = plus_minus(e, "not reached" if share else "unknown") + (f" ({s.share})" if share else "")
+            said = plus_minus(e, "not reached" if share and not s.reached else "untimed") + (f" ({s.share})" if share else "")
             ax.annotate(said, (mean + half, i), (4, 0), textcoords="offset points", va="center", fontsize=8)
             farthest = max(farthest, mean + half)
         ax.set(xlabel=label, xlim=(0, 1.5 * farthest or 1))

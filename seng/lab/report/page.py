@@ -91,9 +91,10 @@ def _section(index: int, task: Task, look: dict[str, Look]) -> str:
 def _headline(task: Task) -> str:
     """One sentence on who came first."""
     first = task.standings[0]
-    if first.seconds is None:
+    if first.epochs is None:
         return "No seed of any method reached it." if task.target is not None else ""
-    who = f"{first.name} stands first: {plus_minus(first.seconds)} s and {plus_minus(first.epochs)} epochs to it"
+    seconds = f"{plus_minus(first.seconds)} s and " if first.seconds else ""
+    who = f"{first.name} stands first: {seconds}{plus_minus(first.epochs)} epochs to it"
     return f"{who}, with {first.reached} of {len(first.seeds)} seed{'s' * (len(first.seeds) != 1)}."
 
 

@@ -47,7 +47,7 @@ class Standing:
     label: str
     seeds: tuple[int, ...]
     reached: int  # how many of them reached the target
-    seconds: Estimate | None  # to the target, over those
+    seconds: Estimate | None  # to the target, over those that had the machine to themselves
     epochs: Estimate | None
     final: Estimate | None  # the metric, over all seeds that have one
     best: Estimate | None
@@ -98,11 +98,11 @@ def standing(runs: Sequence[Trajectory]) -> Standing:
         label=first.label,
         seeds=tuple(run.seed for run in runs),
         reached=len(reached),
-        seconds=estimate(point.seconds for point in reached),
+        seconds=estimate(point.seconds for run in runs if run.timed and (point := run.to_target)),
         epochs=estimate(point.epoch for point in reached),
         final=estimate(run.final.metric for run in runs),
         best=estimate(run.best.metric for run in runs),
-        step_ms=estimate(step_ms(run) for run in runs),
+        step_ms=estimate(step_ms(run) for run in runs if run.timed),
         trials=max((int(t.get("trials") or 0) for t in tuning), default=None),
         study=", ".join(dict.fromkeys(str(t["study"]) for t in tuning if t.get("study"))),
     )

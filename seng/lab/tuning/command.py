@@ -24,7 +24,7 @@ from optuna.exceptions import OptunaError
 from sqlalchemy.exc import SQLAlchemyError
 from tyro.conf import Positional
 
-from seng.lab.compare import TUNED, device_of, parsed
+from seng.lab.compare import TUNED, changes, check_set, device_of, parsed
 from seng.lab.datasets import Data, DataError, load
 from seng.lab.tasks import task
 from seng.lab.tuning.scoreboard import Scoreboard
@@ -52,6 +52,8 @@ class Search:
     """Stop trials that are below the median of those before."""
     seed: int = 100
     """Of the search and of the trainings; `seng compare` takes 0, 1, …"""
+    set: tuple[str, ...] = ()
+    """Fields that are given and not searched, such as refresh_every=20 for all or seng.rank=32 for one."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ class Tune:
         settings: dict[str, Any] = {
             name: getattr(how, name) for name in ("trials", "epochs", "batch", "sampler", "prune", "seed")
         }
-        plans = [Plan(what, name, label=self.where.label, **settings) for name in dict.fromkeys(self.optimizers)]
+        names = list(dict.fromkeys(self.optimizers))
+        check_set(how.set, names)
+        plans = [Plan(what, name, label=self.where.label, fixed=changes(how.set, name), **settings) for name in names]
         for plan in plans:
             _ = plan.first  # an optimizer that there is not is refused before anything is begun
         return plans

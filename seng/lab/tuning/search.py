@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, log
 from typing import Any, Literal
@@ -56,6 +56,7 @@ class Plan:
     prune: bool = True
     seed: int = 100  # of the sampler and of every training
     label: str = ""
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that are given, and not searched
 
     def __post_init__(self) -> None:
         if self.trials < 1:
@@ -64,6 +65,8 @@ class Plan:
             raise ValueError(f"--epochs and --batch are positive, not {self.budget:g} and {self.size}")
         if self.label and not PLAIN.fullmatch(self.label):
             raise ValueError(f"the label {self.label!r} names a study: it may have letters, digits and . = + - _ only")
+        if self.sampler == "grid" and self.fixed:
+            raise ValueError("--set goes with --sampler tpe: the paper's grid has its own values")
         if self.sampler == "grid" and not self.grids:
             known = sorted({f"{name} (…-{network})" for name, network in paper.GRIDS})
             raise ValueError(f"the paper has no grid for {self.optimizer} on {self.task.name}, only for {', '.join(known)}")
@@ -100,6 +103,7 @@ class Plan:
             **{"task": self.task.name, "optimizer": self.optimizer, "label": self.label, "epochs": self.budget},
             **{"batch": self.size, "sampler": self.sampler, "prune": self.prune, "seed": self.seed},
             **{"metric": self.task.problem.metric, "direction": self.direction},
+            **({"set": self.given} if self.fixed else {}),
         }
 
     @property
@@ -109,8 +113,13 @@ class Plan:
 
     @cached_property
     def base(self) -> Recipe:
-        """The task's own recipe, in this budget: the first trial."""
-        return self.task.recipe(self.optimizer, self.budget)
+        """The task's own recipe, in this budget, with what is given: the first trial."""
+        return self.task.recipe(self.optimizer, self.budget).with_(self.fixed)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What `--set` gave, in the types of the recipe."""
+        return {name: getattr(self.base, name) for name in self.fixed}
 
     @property
     def grids(self) -> tuple[paper.Grid, ...]:
@@ -138,7 +147,7 @@ class Plan:
             columns = {name: [getattr(self.base, name), *(point[name] for point in self.points)] for name in fields}
             return {name: OneOf(tuple(dict.fromkeys(column))) for name, column in columns.items()}
         usual = type(self.base)()
-        allowed = self.base.space.items()
+        allowed = [(name, range_) for name, range_ in self.base.space.items() if name not in self.fixed]
         space = {name: _around(range_, getattr(self.base, name), getattr(usual, name)) for name, range_ in allowed}
         return {name: allowed for name, allowed in space.items() if allowed is not None}
 

@@ -198,9 +198,9 @@ def campaign(storage: optuna.storages.BaseStorage, plan: Plan) -> Campaign:
     if settings is None and study.direction.name.lower() != plan.direction:
         raise ValueError(f"the study {plan.name} does not {plan.direction}: give this one a --label of its own")
     if settings is not None and settings != plan.settings:
-        differs = [key for key in plan.settings if settings.get(key) != plan.settings[key]]
+        differs = [key for key in {**settings, **plan.settings} if settings.get(key) != plan.settings.get(key)]
         was = ", ".join(f"{key} {settings.get(key)}" for key in differs)
-        now = ", ".join(f"{key} {plan.settings[key]}" for key in differs)
+        now = ", ".join(f"{key} {plan.settings.get(key)}" for key in differs)
         raise ValueError(f"the study {plan.name} was made with {was}, not with {now}: give this one a --label of its own")
     _queue(study, plan)
     if study.user_attrs.get("trials") != plan.asked:

@@ -19,7 +19,7 @@ def entry(campaign: Campaign) -> dict[str, Any] | None:
     if top is None:
         return None
     return {
-        "recipe": {**plan.lengths, **top.params},
+        "recipe": {**plan.lengths, **plan.given, **top.params},
         "trials": len(counted(campaign.trials())),
         "study": plan.name,
         "value": top.value,
