@@ -6,6 +6,7 @@ from seng.curvature import Curvature
 from seng.diagnostics import TensorBoard
 from seng.explanation import Explanation, explain
 from seng.kfac import KFAC
+from seng.least_squares import LeastSquares
 from seng.optimizer import SENG
 from seng.state import expect_curvature
 from seng.version import __version__
@@ -16,6 +17,7 @@ __all__ = [
     "Attachment",
     "Curvature",
     "Explanation",
+    "LeastSquares",
     "TensorBoard",
     "__version__",
     "attach",

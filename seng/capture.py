@@ -123,7 +123,7 @@ class _Hook:
         mode = layer.training, capture.own
         if compiling and capture.size:
             return _CompiledTap.apply(out, a.detach(), self.where, *mode, _call_number())  # type: ignore[no-untyped-call]
-        if _transformed():
+        if transformed():
             return None
         capture.eager = True
         with _unsafe_preserve_version_counter(out):  # a layer may have saved its output, which stays as it is
@@ -134,10 +134,10 @@ class _Hook:
         return tapped
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _inert, ()
+        return inert, ()
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Inside torch.func, forward-mode differentiation or torch.jit.trace, which are no training backwards."""
     func = torch._C._functorch.peek_interpreter_stack() is not None
     return func or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
@@ -147,7 +147,7 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-def _inert() -> Callable[..., None]:
+def inert() -> Callable[..., None]:
     """What a hook becomes in a copy of its module."""
     return _nothing
 

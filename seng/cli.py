@@ -17,6 +17,7 @@ COMMANDS = {  # word -> the module and the function in it that does it, and what
     "reproduce": ("seng.lab.reproduce", "main", "the paper's tables with ours beside them"),
     "data": ("seng.lab.datasets.command", "main", "get a data set, verified"),
     "bench": ("seng.lab.bench.command", "main", "time, memory and quality of a SENG step beside SGD, AdamW, Muon and K-FAC"),
+    "theory": ("seng.lab.theory.command", "main", "the paper's theorems, run: a verdict and a picture for each"),
     "scale": ("seng.lab.scale", "main", "a projection of step time and scaling efficiency to 8–4096 GPUs"),
 }
 

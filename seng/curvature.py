@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from seng.fisher import Fisher, Loss
 from seng.sketch import Sketch
 
 Form = Literal["auto", "explicit", "implicit", "merged"]
 Combine = Literal["exact", "independent"]
+Blocks = Literal["layer", "network"]
 Units = Literal["sgd", "paper"]
 
 
@@ -24,6 +26,11 @@ class Curvature:
     combine="exact"        Uc by eq. 22; "independent" is the paper's cheap eq. 23, for its tables
     decay=None             0.8 where the form can accumulate: one batch is too noisy; 0 (each refresh replaces U) is the paper's
     relative_damping=True  λ = damping × the block's largest eigenvalue, so that one value fits every layer and loss scale
+    fisher="empirical"     u_i from the training loss, as the backward has them (the paper); "gauss-newton" from the output's
+                           Jacobian and "sampled" from labels drawn from the model, by backwards of their own on refresh steps
+    loss=None              which loss those two assume at the output (seng/fisher.py): "squares" for "gauss-newton",
+                           "cross-entropy" for "sampled", unless it is given; "bernoulli" is the third
+    blocks="layer"         one block per layer (the paper); "network" is one for all of them (seng/network.py)
     memory=None            bytes, or a fraction of the free memory, that the curvature may occupy; None sets no limit
     traffic=None           gradients per step that ranks which share a basis may send for it, on average: k ≤ traffic·T, to be
                            weighed against the network between them; None sets no limit
@@ -36,16 +43,24 @@ class Curvature:
     combine: Combine = "exact"
     decay: float | None = None
     relative_damping: bool = True
-    fisher: Literal["empirical"] = "empirical"
-    blocks: Literal["layer"] = "layer"
+    fisher: Fisher = "empirical"
+    blocks: Blocks = "layer"
     memory: int | float | None = None
     traffic: float | None = None
+    loss: Loss | None = None
 
     def __post_init__(self) -> None:
         _one_of("form", self.form, get_args(Form))
         _one_of("combine", self.combine, get_args(Combine))
-        _one_of("fisher", self.fisher, ("empirical",))
-        _one_of("blocks", self.blocks, ("layer",))
+        _one_of("fisher", self.fisher, get_args(Fisher))
+        _one_of("blocks", self.blocks, get_args(Blocks))
+        if self.loss is not None:
+            _one_of("loss", self.loss, get_args(Loss))
+            if self.fisher == "empirical":
+                raise ValueError(
+                    f"Curvature: loss={self.loss!r} is what fisher='gauss-newton' or 'sampled' starts from; "
+                    "fisher='empirical' takes the loss that is trained"
+                )
         if self.rank is not None:
             _positive_int("rank", self.rank)
         if self.samples is not None:
@@ -75,6 +90,11 @@ class Curvature:
             isinstance(self.traffic, int | float) and not isinstance(self.traffic, bool) and self.traffic > 0
         ):
             raise ValueError(f"Curvature: traffic is a positive number of gradients per step, not {self.traffic!r}")
+
+    @property
+    def assumed(self) -> Loss:
+        """The loss at the output, where `fisher` asks for one."""
+        return self.loss or ("squares" if self.fisher == "gauss-newton" else "cross-entropy")
 
     @property
     def averaging(self) -> float:

@@ -85,6 +85,15 @@ def not_captured(layer: str) -> RuntimeError:
     )
 
 
+def not_observed(layer: str, fisher: str) -> RuntimeError:
+    """The same where captures come from the module's output."""
+    return RuntimeError(
+        f"layer '{layer}' has a gradient but no curvature: fisher={fisher!r} starts from the output of the module that the "
+        "optimizer was given, so on a refresh step that module has to be called as a whole, and not under torch.compile "
+        "(there, call the module itself on a batch inside `with opt.curvature_batch():`)"
+    )
+
+
 def listed(reasons: Mapping[str, str], most: int = 5) -> str:
     """Each reason once, with the parameters that it holds for."""
     by_reason: dict[str, list[str]] = {}

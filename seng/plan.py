@@ -118,6 +118,8 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
 
     `every` is the number of steps between refreshes, if it is known: a basis has to pay off within them.
     """
+    if curvature.blocks == "network":
+        return _of_network(dims, curvature, budget)
     asked = curvature.rank or max((d.samples for d in dims), default=1)
     plans = [_first_choice(d, curvature, curvature.rank) for d in dims]
     if every is not None and every < SOON:
@@ -152,6 +154,28 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
         factors = Plan(largest.dims, "implicit", 1, "")
         smaller = largest.form == "merged" and largest.dims.own is None and factors.bytes < largest.bytes
         demoted[largest.dims.name] = "implicit" if smaller else "plain"
+
+
+def _of_network(dims: Sequence[Dims], curvature: Curvature, budget: int | None) -> list[Plan]:
+    """One block for all layers: all of them merged with one number of directions, or each with all its columns."""
+    samples = max((d.samples for d in dims), default=1)
+    k = min(curvature.rank or samples, sum(d.n for d in dims))
+    k = k if curvature.averaging else min(k, samples)
+    if curvature.form == "merged" or (curvature.form == "auto" and (curvature.averaging or k < samples)):
+        while budget is not None and k > 1 and sum(Plan(d, "merged", k, "").bytes for d in dims) > budget:
+            k //= 2
+        plans = [Plan(d, "merged", k, f"k = {k} directions of the whole network") for d in dims]
+    else:
+        form = None if curvature.form == "auto" else curvature.form
+        rank = {d: max(curvature.rank or d.kappa, d.kappa if form is None else 1) for d in dims}
+        plans = [Plan(d, d.own or form or paper_form(d)[0], rank[d], "all samples of the whole network") for d in dims]
+    needed = sum(p.bytes for p in plans)
+    if budget is not None and needed > budget:
+        raise ValueError(
+            f"blocks='network' needs {size_of(needed)} where memory={curvature.memory!r} allows {size_of(budget)}: "
+            "use fewer samples, a smaller rank or more memory"
+        )
+    return plans
 
 
 def pooled_plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, every: int | None = None) -> list[Plan]:

@@ -17,15 +17,17 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from seng import network
 from seng.block import Block, factorize
 from seng.capture import Capture, loss_scale
 from seng.checks import check_options
 from seng.curvature import Curvature, Units
 from seng.diagnostics import Refresh, describe
 from seng.distributed import Census
+from seng.fisher import Observer, output_of, seeds
 from seng.implicit import Implicit
 from seng.job import Job
-from seng.notices import Notices, listed, not_captured
+from seng.notices import Notices, listed, not_captured, not_observed
 from seng.numerics import reduced
 from seng.operators import HALF, Operator
 from seng.plan import Plan, budget, plan, pooled_plan, site_dims
@@ -96,7 +98,13 @@ class Preconditioner:
         )
         self._waiting: dict[tuple[tuple[Segment, ...], int, int], Plan] = {}  # parameters, κ and ϱ -> what `_keep` goes by
         self._noted: tuple[dict[int, Solve], Ready, Gradients] | None = None  # a refresh whose directions are to come
+        self.observer = Observer(module, WeakMethod(self._observe)) if curvature.fisher != "empirical" else None
         self.cover(params)
+        if (self.observer or curvature.blocks == "network") and (self.ranks.team.many or self.spread):
+            raise ValueError(
+                f"fisher={curvature.fisher!r}, blocks={curvature.blocks!r}: on several ranks only fisher='empirical' with "
+                "blocks='layer' runs"
+            )
 
     def cover(self, params: Iterable[nn.Parameter]) -> None:
         """Look for the layers of these parameters; again when there are more, in place and without loss of curvature."""
@@ -123,7 +131,7 @@ class Preconditioner:
         self._kept = None
         self._waiting.clear()
         early = partial(grams, run=self.replay) if self.curvature.sketch is None and not self.ranks.team.pools else None
-        self.samples = Samples(sites, self.curvature.samples, WeakMethod(self._keep), early)  # weak: no cycle holds the engine
+        self.samples = Samples(sites, self.curvature.samples, WeakMethod(self._keep), early, self.observer is not None)
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
         if before:
             self.load_state(before)
@@ -157,8 +165,23 @@ class Preconditioner:
 
     def drop(self) -> None:
         """Forget what was captured: the gradients it belongs to are gone."""
-        if not self.own_batch:
+        waits = self.samples.gated and not self.samples.passed  # captured by a forward whose backward is still to come
+        if not self.own_batch and not waits:
             self.samples.clear()
+
+    def _observe(self, out: Any) -> None:
+        """The module has been called: on a refresh step its output goes backward for the curvature alone (seng.fisher)."""
+        if not self.capture.armed:
+            return
+        f = output_of(out)
+        if not f.requires_grad:
+            return
+        params = [p for p in self.trained if p.requires_grad]
+        stream = hash((self.seed, self.steps, self.samples.heard)) % 2**63
+        generator = torch.Generator(f.device).manual_seed(stream)
+        with self.samples.listened(f.shape[0]) as needed:
+            for seed in seeds(f, self.curvature.fisher, self.curvature.assumed, generator) if needed else ():
+                torch.autograd.grad(f, params, seed, retain_graph=True, allow_unused=True)
 
     @contextmanager
     def curvature_batch(self) -> Iterator[None]:
@@ -217,13 +240,19 @@ class Preconditioner:
             self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
             self.loaded = False
             used = [i for i in self.blocks if any(s.param in grads for s in self.covered[i])]
-            factorize([(self.blocks[i], self.sites[i].damping(damping)) for i in used], self.replay)
+            whole = self.curvature.blocks == "network"
+            if whole:
+                network.share([self.blocks[i] for i in used], [self.sites[i].damping(damping) for i in used])
+            else:
+                factorize([(self.blocks[i], self.sites[i].damping(damping)) for i in used], self.replay)
             solves = {i: Solve(self.sites[i], self.covered[i], self.blocks[i], *_core(self.blocks[i])) for i in used}
             if kept is not None and kept[:4] == (damping, given, updates, traced) and kept[4].renewed(list(solves.values())):
                 out = kept[4]
                 solves = {i: out.solve_of[id(solve.block)] for i, solve in solves.items()}
+            elif whole or traced:
+                out = Ready((network.Whole if whole else OneByOne)(list(solves.values())))
             else:
-                out = Ready(OneByOne(list(solves.values()))) if traced else sort(list(solves.values()), grads, updates)
+                out = sort(list(solves.values()), grads, updates)
             self._noted = ({i: solves[i] for i in refreshed if i in solves}, out, grads) if refreshed else None
             if traced and self._noted is not None:
                 self.note(out.directions(grads))
@@ -279,14 +308,20 @@ class Preconditioner:
             elif seen.captured(index):
                 found.append(index)
             elif not (self.own_batch or self.loaded) and self.sites[index].in_use(grads):
-                raise not_captured(site.name)
+                raise not_captured(site.name) if self.observer is None else not_observed(site.name, self.curvature.fisher)
         self.ranks.know(found, self.sites, seen)
         self.half = seen.half and self.sites[0].lead.is_cuda
         pools = self.ranks.team.pools
         jobs = self._pooled_jobs(found, seen, damping) if pools else self._jobs(found, grads, damping)
         curvature = replace(self.curvature, form="merged", sketch=None) if pools else self.curvature
         with self.samples.together:
-            built = dict(zip(jobs, build(list(jobs.values()), curvature, self.replay), strict=True))
+            if curvature.blocks == "network":
+                for index in self.blocks.keys() - jobs.keys():  # a part of another whole
+                    del self.blocks[index]
+                blocks = network.build(list(jobs.values()), curvature)
+            else:
+                blocks = build(list(jobs.values()), curvature, self.replay)
+            built = dict(zip(jobs, blocks, strict=True))
         for index, block in built.items():
             if jobs[index].failed:
                 self.notices.failed(self.sites[index].name, jobs[index].failed)
@@ -301,7 +336,7 @@ class Preconditioner:
     def _jobs(self, found: list[int], grads: Gradients, damping: Dampings) -> dict[int, Job]:
         """Of this rank's samples."""
         found = [i for i in found if self.samples.captured(i)]
-        rho = min(self.samples.total, self.curvature.samples or self.samples.total)
+        rho = self.samples.columns
         numbers = self.samples.numbers
         dims = [site_dims(self.sites[i], self.samples.kappa(i), rho, numbers(i), self.half) for i in found]
         jobs: dict[int, Job] = {}
@@ -335,7 +370,7 @@ class Preconditioner:
     @property
     def _scale(self) -> float:
         """Of the loss, which the captured gradients carry."""
-        return 1.0 if self.own_batch else loss_scale()
+        return 1.0 if self.own_batch or self.observer is not None else loss_scale()
 
     def _job(self, index: int, chosen: Plan, U: Operator, dampings: Dampings, known: Tensor | None) -> Job:
         site, active = self.sites[index], self.samples.active[index]
@@ -345,7 +380,8 @@ class Preconditioner:
         alike = previous is not None and self.covered[index] == active and previous.gram.dtype == site.dtype
         # Rounding a basis changes d by about 1e-4 of λ_max/λ; and an explicit form that is asked for is to be exact.
         harmless = not self.curvature.relative_damping or damping >= HALF_FROM
-        half = self.half and site.dtype == torch.float32 and self.curvature.form != "explicit" and harmless
+        harmless = harmless and self.curvature.form != "explicit" and self.curvature.blocks == "layer"
+        half = self.half and site.dtype == torch.float32 and harmless
         timer = self.samples.timer(index)
         return Job(U, chosen, damping, half, previous if alike else None, partial(self._generator, index), timer, known)
 
@@ -364,7 +400,7 @@ class Preconditioner:
         """Whether the samples add up to the gradient, up to scale; once per layer. If not, U tells only a part of the story."""
         reduced_factors = chosen.form == "implicit" and chosen.dims.kappa > chosen.rank and isinstance(U, Implicit)
         partial = reduced_factors or self.own_batch or self.curvature.samples is not None or self.ranks.team.many
-        if index in self.checked or partial or not U.samples:
+        if index in self.checked or partial or not U.samples or self.observer is not None:
             return
         self.checked.add(index)
         g = self.sites[index].gather(self.samples.active[index], grads, self.sites[index].dtype)

@@ -39,6 +39,7 @@ class Backward:
     grams: dict[int, Tensor] = field(default_factory=dict)  # site -> UᵀU of its piece, where it is known
     waiting: dict[int, Windows] = field(default_factory=dict)  # site -> a piece whose UᵀU is to be worked out
     bytes: int = 0  # of the pieces that wait
+    kept: int | None = None  # samples that count, where it is not for `limit` to say
     stream: torch.cuda.Stream | None = None  # on which they came
 
     @property
@@ -56,9 +57,12 @@ class Samples:
         limit: int | None,
         keep: Callable[[], Callable[[Site, Operator], Operator] | None],
         grams: Callable[[list[Operator]], list[Tensor]] | None = None,
+        gated: bool = False,
     ) -> None:
         self.sites, self.limit, self.keep, self.grams = sites, limit, keep, grams
         self.own = False  # whether the samples are those of a batch that feeds only the curvature
+        self.gated = gated  # whether only backwards count that are `listened` to
+        self.clear_gate()
         self.layers: list[tuple[int, Member]] = [(i, m) for i, site in enumerate(sites) for m in site.members]
         self.active: dict[int, tuple[Segment, ...]] = {}
         self.backwards: dict[int, Backward] = {}
@@ -66,7 +70,23 @@ class Samples:
         self.together = Timer(sites[0].lead.device)
         self.half: set[int] = set()  # sites that were captured in half precision
 
+    def clear_gate(self) -> None:
+        self.first: int | None = None  # how many samples of a backward count, while one is listened to
+        self.heard = 0  # samples of the forwards that were listened to since the last step
+        self.passed = False  # whether a backward has gone by that was not
+
+    @contextmanager
+    def listened(self, count: int) -> Iterator[bool]:
+        """Backwards in here count, those of one forward with so many samples; whether there is any need of them."""
+        self.first = count if self.limit is None else max(0, min(count, self.limit - self.heard))
+        self.heard += count
+        try:
+            yield self.first > 0
+        finally:
+            self.first = None
+
     def clear(self) -> None:
+        self.clear_gate()
         self.backwards.clear()
         self.active.clear()
         self.timers.clear()
@@ -78,12 +98,14 @@ class Samples:
 
     def receive(self, task: int, layer: int, training: bool, own: bool, a: Tensor, g: Tensor) -> None:
         """Called inside the backward: turn (a, g) into what the block needs, or keep them as factors."""
-        if own != self.own:  # a forward from before or after the batch that feeds the curvature alone
+        if self.gated and self.first is None:
+            self.passed = True
+        if own != self.own or (self.gated and self.first is None):  # of a forward from before or after an own batch
             return
         index, member = self.layers[layer]
         site = self.sites[index]
         active = self.active.get(index) or site.active()
-        if not any(accumulates(segment.used) for segment in active):
+        if not self.gated and not any(accumulates(segment.used) for segment in active):
             return
         backward = self._of(task)
         self.active[index] = active
@@ -91,6 +113,9 @@ class Samples:
         count = a.shape[0]
         before = sum(other.samples for other in self.backwards.values() if other is not backward)
         wanted = count if self.limit is None else max(0, min(count, self.limit - before))
+        if self.first is not None:
+            wanted = min(count, self.first)
+            backward.kept = wanted
         backward.counts[count] += 1
         if backward.count_of.setdefault(index, count) != count:
             backward.differing[index] = (backward.count_of[index], count)
@@ -143,9 +168,15 @@ class Samples:
 
     def _scale(self, scale: float) -> float:
         """From captured gradients, which carry `scale`, to the columns of U."""
-        B = self.total
-        rho = B if self.limit is None else min(B, self.limit)
-        return float(B / max(rho, 1) ** 0.5 / scale)
+        B = 1 if self.gated else self.total  # what is sent backward for the curvature alone is no mean over the batch
+        return float(B / max(self.columns, 1) ** 0.5 / scale)
+
+    @property
+    def columns(self) -> int:
+        """ϱ, the number of U's columns."""
+        if self.gated:
+            return sum(b.samples if b.kept is None else b.kept for b in self.backwards.values())
+        return self.total if self.limit is None else min(self.total, self.limit)
 
     def timer(self, index: int) -> Timer:
         """The clock of a site's refresh."""
@@ -156,7 +187,7 @@ class Samples:
     def _of(self, task: int) -> Backward:
         """The captures of a backward; stale ones are dropped, as after a step that was skipped."""
         if task not in self.backwards:
-            if self._stale():
+            if not self.gated and self._stale():
                 self.clear()
             self.backwards[task] = Backward()
         return self.backwards[task]
