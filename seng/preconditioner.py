@@ -165,8 +165,9 @@ class Preconditioner:
 
     def drop(self) -> None:
         """Forget what was captured: the gradients it belongs to are gone."""
-        waits = self.samples.gated and not self.samples.passed  # captured by a forward whose backward is still to come
-        if not self.own_batch and not waits:
+        if self.samples.gated and not self.own_batch:
+            self.samples.forget(trained=True)  # what is still to be sent backward stays
+        elif not self.own_batch:
             self.samples.clear()
 
     def _observe(self, out: Any) -> None:
@@ -177,11 +178,12 @@ class Preconditioner:
         if not f.requires_grad:
             return
         params = [p for p in self.trained if p.requires_grad]
-        stream = hash((self.seed, self.steps, self.samples.heard)) % 2**63
+        stream = hash((self.seed, self.steps, len(self.samples.forwards))) % 2**63
         generator = torch.Generator(f.device).manual_seed(stream)
-        with self.samples.listened(f.shape[0]) as needed:
-            for seed in seeds(f, self.curvature.fisher, self.curvature.assumed, generator) if needed else ():
+        with self.samples.listened(f.shape[0]) as forward:
+            for seed in seeds(f, self.curvature.fisher, self.curvature.assumed, generator):
                 torch.autograd.grad(f, params, seed, retain_graph=True, allow_unused=True)
+        f.register_hook(lambda _: setattr(forward, "trained", True))
 
     @contextmanager
     def curvature_batch(self) -> Iterator[None]:
@@ -296,6 +298,7 @@ class Preconditioner:
 
     def _refresh(self, grads: Gradients, damping: Dampings) -> list[int]:
         """Build the blocks of all sites that were captured; the sites that succeeded."""
+        self.samples.settle()
         seen = self.ranks.census(self.samples, self.steps, self.trained, damping)
         self.renewals += 1
         # Without samples, as when tools step to fill an optimizer's state, the refresh is still owed.

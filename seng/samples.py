@@ -42,10 +42,25 @@ class Backward:
     kept: int | None = None  # samples that count, where it is not for `limit` to say
     stream: torch.cuda.Stream | None = None  # on which they came
 
+    def shorten(self, kept: int) -> None:
+        """To the first so many samples."""
+        self.kept = kept
+        self.pieces = {index: U.first(kept) if U.samples > kept else U for index, U in self.pieces.items()}
+        self.grams, self.waiting = {}, {}
+
     @property
     def samples(self) -> int:
         """The sample count that most layers saw."""
         return self.counts.most_common(1)[0][0] if self.counts else 0
+
+
+@dataclass
+class Forward:
+    """A call of the module whose output was sent backward for the curvature alone."""
+
+    count: int  # samples
+    trained: bool  # whether the training loss has been sent backward through it too; others may be evaluations
+    tasks: list[int] = field(default_factory=list)  # its backwards
 
 
 class Samples:
@@ -62,7 +77,8 @@ class Samples:
         self.sites, self.limit, self.keep, self.grams = sites, limit, keep, grams
         self.own = False  # whether the samples are those of a batch that feeds only the curvature
         self.gated = gated  # whether only backwards count that are `listened` to
-        self.clear_gate()
+        self.forwards: list[Forward] = []  # that were listened to since the last step
+        self.forward: Forward | None = None  # the one that is now
         self.layers: list[tuple[int, Member]] = [(i, m) for i, site in enumerate(sites) for m in site.members]
         self.active: dict[int, tuple[Segment, ...]] = {}
         self.backwards: dict[int, Backward] = {}
@@ -70,23 +86,37 @@ class Samples:
         self.together = Timer(sites[0].lead.device)
         self.half: set[int] = set()  # sites that were captured in half precision
 
-    def clear_gate(self) -> None:
-        self.first: int | None = None  # how many samples of a backward count, while one is listened to
-        self.heard = 0  # samples of the forwards that were listened to since the last step
-        self.passed = False  # whether a backward has gone by that was not
-
     @contextmanager
-    def listened(self, count: int) -> Iterator[bool]:
-        """Backwards in here count, those of one forward with so many samples; whether there is any need of them."""
-        self.first = count if self.limit is None else max(0, min(count, self.limit - self.heard))
-        self.heard += count
+    def listened(self, count: int) -> Iterator[Forward]:
+        """Backwards in here are those of one forward with so many samples; they count if it is `trained` by the next step."""
+        self.forward = Forward(count, trained=self.own)
+        self.forwards.append(self.forward)
         try:
-            yield self.first > 0
+            yield self.forward
         finally:
-            self.first = None
+            self.forward = None
+
+    def forget(self, trained: bool) -> None:
+        """Drop what came of forwards that were trained with, or that were not."""
+        for forward in [forward for forward in self.forwards if forward.trained == trained]:
+            self.forwards.remove(forward)
+            for task in forward.tasks:
+                self.backwards.pop(task, None)
+
+    def settle(self) -> None:
+        """Before a refresh: what was not trained with goes, and of the rest the first `limit` samples stay."""
+        self.forget(trained=False)
+        if self.limit is None:
+            return
+        left = self.limit
+        for forward in self.forwards:
+            kept = min(forward.count, left)
+            left -= kept
+            for task in forward.tasks:
+                self.backwards[task].shorten(kept)
 
     def clear(self) -> None:
-        self.clear_gate()
+        self.forwards.clear()
         self.backwards.clear()
         self.active.clear()
         self.timers.clear()
@@ -98,9 +128,7 @@ class Samples:
 
     def receive(self, task: int, layer: int, training: bool, own: bool, a: Tensor, g: Tensor) -> None:
         """Called inside the backward: turn (a, g) into what the block needs, or keep them as factors."""
-        if self.gated and self.first is None:
-            self.passed = True
-        if own != self.own or (self.gated and self.first is None):  # of a forward from before or after an own batch
+        if own != self.own or (self.gated and self.forward is None):  # of a forward from before or after an own batch
             return
         index, member = self.layers[layer]
         site = self.sites[index]
@@ -113,9 +141,8 @@ class Samples:
         count = a.shape[0]
         before = sum(other.samples for other in self.backwards.values() if other is not backward)
         wanted = count if self.limit is None else max(0, min(count, self.limit - before))
-        if self.first is not None:
-            wanted = min(count, self.first)
-            backward.kept = wanted
+        if self.forward is not None:  # `settle` looks at the limit
+            wanted = backward.kept = count
         backward.counts[count] += 1
         if backward.count_of.setdefault(index, count) != count:
             backward.differing[index] = (backward.count_of[index], count)
@@ -175,7 +202,7 @@ class Samples:
     def columns(self) -> int:
         """ϱ, the number of U's columns."""
         if self.gated:
-            return sum(b.samples if b.kept is None else b.kept for b in self.backwards.values())
+            return sum(backward.kept or 0 for backward in self.backwards.values())
         return self.total if self.limit is None else min(self.total, self.limit)
 
     def timer(self, index: int) -> Timer:
@@ -190,6 +217,8 @@ class Samples:
             if not self.gated and self._stale():
                 self.clear()
             self.backwards[task] = Backward()
+            if self.forward is not None:
+                self.forward.tasks.append(task)
         return self.backwards[task]
 
     def _stale(self) -> bool:

@@ -44,7 +44,9 @@ def jacobians(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def gauss_newton(model: nn.Module, x: Tensor, kind: str) -> dict[tuple[str, str], Tensor]:
     """(1/B) Σ JᵀHJ for every pair of parameters."""
-    J, out = jacobians(model, x), model(x).detach()
+    with torch.no_grad():  # so that the optimizer does not take it for training
+        out = model(x)
+    J = jacobians(model, x)
     y = torch.randn_like(out)  # H does not depend on it
     H = torch.stack(
         [hessian(lambda f, t=t: one_loss(kind, f, t))(f).reshape(f.numel(), -1) for f, t in zip(out, y, strict=True)]
@@ -191,6 +193,21 @@ def test_micro_batches_and_limits_and_the_order_of_zero_grad() -> None:
                 opt.zero_grad()  # between forward and backward, as many loops have it
             loss.backward()
         assert relative_error(moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)) < 1e-9
+
+
+def test_a_forward_that_is_not_trained_with_does_not_count() -> None:
+    model = network()
+    opt = seng.SENG(model, 1.0, momentum=0, damping=0.3, curvature=options(samples=4))
+    M = gauss_newton(model, X[:4], "squares")
+    for _ in range(2):
+        model(torch.randn_like(X))  # an evaluation that forgot torch.no_grad()
+        opt.zero_grad()
+        model(X).square().mean().backward()
+        model(torch.randn_like(X))
+        if _ == 0:
+            opt.zero_grad()
+    model(X).square().sum().backward()  # accumulated, and beyond the limit of four samples
+    assert relative_error(moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)) < 1e-9
 
 
 def test_a_skipped_step_leaves_nothing_behind() -> None:
