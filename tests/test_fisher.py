@@ -409,3 +409,64 @@ def test_a_saved_network_block_goes_on_as_it_was() -> None:
 
 def test_explain_tells_of_the_whole() -> None:
     assert "of the whole network" in str(seng.explain(network(), X, curvature=options(blocks="network", rank=3)))
+
+
+# Beside the rest of the library
+
+
+def test_attach_and_half_precision() -> None:
+    found = []
+    for amp in (False, True):
+        model = network().float()
+        opt = torch.optim.SGD(model.parameters(), 1.0)
+        seng.attach(opt, model, damping=0.3, curvature=options(fisher="sampled", blocks="network"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            loss = nn.functional.cross_entropy(model(X.float()).float(), Y.argmax(1))
+        loss.backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+        found.append(moved(model, opt))
+    assert 0 < relative_error(found[1], found[0]) < 0.05
+
+
+def test_a_loss_scale_does_not_reach_the_curvature() -> None:
+    found = []
+    for scale in (1.0, 1024.0):
+        model = network().float()
+        opt = seng.SENG(model, 1.0, momentum=0, damping=0.3, curvature=options(loss="cross-entropy"))
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(nn.functional.cross_entropy(model(X.float()), Y.argmax(1))).backward()
+        before = flat(p.detach().clone() for p in model.parameters())
+        scaler.step(opt)
+        found.append(before - flat(p.detach() for p in model.parameters()))
+    assert relative_error(found[1], found[0]) < 1e-5
+
+
+def test_a_compiled_module_is_told_what_to_do_and_can() -> None:
+    torch._dynamo.reset()
+    model = network()
+    opt = seng.SENG(model, 1.0, momentum=0, damping=0.3, curvature=options())
+    compiled = torch.compile(model, backend="eager")
+    compiled(X).square().mean().backward()
+    with pytest.raises(RuntimeError, match="not under torch.compile.*curvature_batch"):
+        opt.step()
+    M = gauss_newton(model, X, "squares")
+    with opt.curvature_batch():
+        model(X)
+    assert relative_error(moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)) < 1e-9
+
+
+def test_parameters_that_the_output_does_not_reach_take_the_plain_gradient() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.aside = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    model = Two()
+    opt = seng.SENG(model, 1.0, momentum=0, damping=0.3, curvature=options())
+    model(torch.randn(4, 3)).square().mean().backward()
+    before = model.aside.weight.detach().clone()
+    opt.step()
+    assert torch.equal(model.aside.weight, before)
