@@ -1,1 +1,1 @@
-"""`seng theory`: the paper's theorems, run. A study is a value; each says what it claims, what it measured, and whether it holds."""
+"""`seng theory`: the paper's theorems, run. Each study says what it claims, what it measured, and whether it holds."""
