@@ -100,7 +100,7 @@ class Part:
             yield X
 
     def _by_columns(self, within: list[tuple[str, slice, slice]], width: int) -> Tensor | None:
-        """J[:, columns] (m, w); None where something in r can be differentiated once, not twice, or not for several z at once."""
+        """J[:, columns] (m, w); None where r cannot be differentiated twice, or not for several z at once."""
         X = self.r.new_empty(self.m, width)
         try:
             for name, entries, at in within:
