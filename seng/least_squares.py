@@ -116,9 +116,9 @@ class LeastSquares:
                 self.report = Report(loss, trial.loss, self.damping, lam, trial.length, tries, True)
                 self.parameters.set(trial.values)
                 self.last = trial.step if self.momentum else None
-                self._relax((loss - trial.loss) / trial.predicted if trial.predicted > 0 else 0.0)
+                self._relax((loss - trial.loss) / trial.predicted if trial.predicted > 0 else 0.0, start)
                 return loss
-            if not self.adapt or (trial is not None and trial.predicted <= torch.finfo(linear.r.dtype).eps * loss):
+            if trial is not None and (not self.adapt or trial.predicted <= torch.finfo(linear.r.dtype).eps * loss):
                 break  # there is nothing to gain
             last = None  # a larger λ does not shorten what momentum adds
             self.damping, self.growth = min(MOST, self.damping * self.growth), 2 * self.growth
@@ -139,8 +139,7 @@ class LeastSquares:
             bends += [a] if a.norm() <= BEND * d.norm() else []
         trials = []
         for length in LENGTHS if self.line_search else LENGTHS[:1]:
-            left = r - length * Jd
-            predicted = 0.5 * float(r @ r - left @ left)
+            predicted = length * float(r @ Jd) - 0.5 * length**2 * float(Jd @ Jd)
             for bend in bends:
                 step = length * d if bend is None else length * d + 0.5 * length**2 * bend
                 values = self.parameters.moved(step)
@@ -148,11 +147,11 @@ class LeastSquares:
                 trials.append(Trial(0.5 * float(there @ there), predicted, length, step, values))
         return min(trials, key=lambda trial: trial.loss if math.isfinite(trial.loss) else math.inf)
 
-    def _relax(self, gain: float) -> None:
+    def _relax(self, gain: float, start: float) -> None:
         """Nielsen's rule: to a third where the gain is 1 or more, up where it is below ½; where r is linear, far down."""
-        if self.adapt:
-            factor = 1e-3 if abs(gain - 1) < 1e-3 else max(1 / 3, 1 - (2 * gain - 1) ** 3)
-            self.damping, self.growth = min(MOST, max(LEAST, self.damping * factor)), 2.0
+        factor = 1e-3 if abs(gain - 1) < 1e-3 else max(1 / 3, 1 - (2 * gain - 1) ** 3)
+        self.damping = min(MOST, max(LEAST, self.damping * factor)) if self.adapt else start
+        self.growth = 2.0
 
     def _refuse(self, report: Report, why: str = "") -> float:
         self.report, self.last, self.growth = report, None, 2.0

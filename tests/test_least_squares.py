@@ -465,6 +465,18 @@ def test_a_step_that_cannot_help_is_refused_and_leaves_the_parameters():
     assert 1e-3 <= fit.damping <= 1e-1  # the next batch may be another matter
 
 
+@pytest.mark.parametrize("adapt", [True, False])
+def test_a_gram_without_a_factorization_is_solved_with_a_larger_damping(adapt):
+    A = 1e4 * torch.ones(6, 1) @ torch.ones(1, 9) + 1e-9 * torch.randn(6, 9)
+    values = {"x": torch.zeros(9)}
+    fit = seng.LeastSquares(values, lambda p: A @ p["x"] - 1, damping=1e-18, adapt=adapt)
+    assert Normal(Explicit(A.T, (1, 9, 1))).at(1e-18) is None
+    fit.step()
+    assert fit.report.accepted and fit.report.tries > 1 and fit.report.damping > 1e-18
+    assert fit.report.after < 1e-6 * fit.report.loss
+    assert adapt or fit.damping == 1e-18
+
+
 def test_at_a_minimum_a_step_is_refused_at_once():
     values = {"x": torch.ones(2)}
     fit = seng.LeastSquares(values, rosenbrock)

@@ -144,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as wrong:
         sys.exit(f"seng theory: {wrong}")
     torch.set_num_threads(options.threads)
+    commit()  # of the code that is loaded now, which may have changed when a study ends
     failed = []
     try:
         for one in chosen:
