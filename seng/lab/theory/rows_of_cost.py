@@ -139,7 +139,7 @@ ROWS = (
         op.sketched_transposed,
         _sweep("ϱ", _doubled(128, 4), m=1000, r=8, zeta=500),
         _sweep("r", _doubled(8, 4), m=1000, samples=128, zeta=500),
-        _sweep(SKETCH, (500, 700, 1000, 1400), samples=128, r=8, m=1500),
+        _sweep(SKETCH, (1000, 1400, 2000, 2800), samples=128, r=8, m=3000),
         _sweep(SIDE, (600, 800, 1000, 1400), samples=512, r=8, zeta=500),
     ),
     _row("UᵀU", ("ϱ²·n", "ϱ·n"), ("ϱ²·n", STORED), lambda s: op.gram(op.explicit(s)), *SQUARED),
