@@ -79,6 +79,8 @@ class Curvature:
                 "Curvature: combine='independent' (eq. 23) is the implicit form's; use form='implicit' or 'auto' with "
                 f"decay=0, not form={self.form!r} with decay={self.decay!r}"
             )
+        if self.combine == "independent" and self.blocks == "network":
+            raise ValueError("Curvature: combine='independent' (eq. 23) is made layer by layer; use blocks='layer' with it")
         if not isinstance(self.relative_damping, bool):
             raise ValueError(f"Curvature: relative_damping is True or False, not {self.relative_damping!r}")
         if self.memory is not None:

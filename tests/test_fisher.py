@@ -289,6 +289,7 @@ def test_too_many_outputs_are_refused() -> None:
         ({"fisher": "exact"}, "unknown fisher 'exact'"),
         ({"blocks": "all"}, "unknown blocks 'all'"),
         ({"loss": "hinge"}, "unknown loss 'hinge'"),
+        ({"blocks": "network", "combine": "independent"}, "is made layer by layer"),
         ({"fisher": "empirical", "loss": "squares"}, "fisher='empirical' takes the loss that is trained"),
     ],
 )
