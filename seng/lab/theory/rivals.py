@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 MARKS = 25  # errors of a curve
+SCALE = 1e8  # of the loss for L-BFGS: torch's keeps no pair with yᵀs below 1e-10, and small losses would leave it without any
 STALLS = 3  # restarts of L-BFGS in a row that did not help
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # Adam's
 HISTORIES = (10, 50, 100)  # of L-BFGS
@@ -125,7 +126,7 @@ def lbfgs(rival: Rival, task: Task, seconds: float) -> Curve:
     def closure() -> float:
         nonlocal steps
         r = task.residuals(rival.factor, False)
-        value = 0.5 * r @ r
+        value = SCALE * 0.5 * r @ r
         for p in parameters:
             p.grad = None
         value.backward()
@@ -152,7 +153,7 @@ def lbfgs(rival: Rival, task: Task, seconds: float) -> Curve:
                     for p, k in zip(parameters, kept, strict=True):
                         p.copy_(k)
         watch.hold()
-        curve.add(steps, watch.seconds, best, task.error())
+        curve.add(steps, watch.seconds, best / SCALE, task.error())
         watch.go()
     return curve
 
