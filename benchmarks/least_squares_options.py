@@ -14,7 +14,7 @@ from torch.func import hessian, vmap
 
 import seng
 
-MARKS = (20, 40, 60, 100)
+MARKS = (21, 41, 60, 61, 100, 101)
 
 
 def solution(x: Tensor) -> Tensor:

@@ -4,8 +4,7 @@
     m > n       d = (UUᵀ + λI)⁻¹Ur        the same d, through the smaller Gram
     sketched    d = U(ΞᵀΞ + λI)⁻¹r        eqs. 11 to 13 with Ξ = ΩU, for the same reason
 
-Written so, nothing is divided by λ: with J of condition 100 and λ = 1e-14 λ_max the printed (g − Ub̂)/λ has no digit left, and
-this has twelve.
+Written so, nothing is divided by λ: the difference in the printed (g − Ub̂)/λ cancels as λ falls.
 """
 
 from __future__ import annotations

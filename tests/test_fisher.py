@@ -106,14 +106,13 @@ def test_gauss_newton_is_the_dense_matrix(kind: str, blocks: str, form: str) -> 
     assert relative_error(moved(model, opt), want) < 1e-9
 
 
-@pytest.mark.parametrize("case", [case for case in LAYERS if not case.name.startswith("batchnorm")], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
 def test_gauss_newton_of_every_kind_of_layer(case: Case) -> None:
     torch.manual_seed(0)
     layer = case.layer()
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in layer.modules()) and layer.training:
         pytest.skip("a batch's samples are not independent")
     x = case.input(3)
-    outputs = layer(x)[0].numel()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         opt = seng.SENG(layer, 1.0, momentum=0, damping=0.5, curvature=options(loss="squares", rank=10000))
@@ -121,7 +120,6 @@ def test_gauss_newton_of_every_kind_of_layer(case: Case) -> None:
     positions = layer(x)[0].movedim(0, -1)[..., 0].numel() if layer(x).dim() > 3 else layer(x)[0, ..., 0].numel()
     M = torch.einsum("bim,bin->mn", J, J) / len(x) / positions
     out = layer(x)
-    assert out[0].numel() == outputs
     (out * torch.randn_like(out)).mean().backward()
     want = 0.5 * dense_direction(M, flat(p.grad for p in layer.parameters()), 0.5)
     assert relative_error(moved(layer, opt), want) < 1e-8
