@@ -118,7 +118,7 @@ def test_a_run_that_shared_the_machine_has_epochs_but_no_seconds(tmp_path: Path)
     assert both is not None and both.x[-1] == 3.0
     assert curves.band([beside], "seconds", "metric") is None and curves.band([beside], "epoch", "metric") is not None
     task = summary.summarise([beside])[0]
-    drawn = data.task_data(task, looks.looks([task]))
+    drawn = data.task_data(task, looks.looks([task])[0])
     assert drawn["methods"][0]["seeds"][0]["seconds"] == [None] * 3
     assert drawn["bars"]["seconds"][0]["text"] == "untimed (1/1)" and drawn["bars"]["epochs"][0]["mean"] == 3.0
     assert re.search(r"stands first: [\d.]+ epochs to it", page([task], [], "now"))
@@ -191,10 +191,49 @@ def test_long_curves_are_thinned_with_both_ends() -> None:
 def test_an_optimizer_has_one_colour_and_labels_differ_by_dash() -> None:
     runs = [run("seng", label=label) for label in ("", "T100", "T20")] + [run("sgd"), run("homemade")]
     tasks = summary.summarise([*runs, run("seng", task="fashion-cnn")])
-    found = looks.looks(tasks)
-    assert len({look.light for name, look in found.items() if name.startswith("seng")}) == 1
-    assert len({look.dash for name, look in found.items() if name.startswith("seng")}) == 3
-    assert len({found[name].light for name in ("seng", "sgd", "homemade")}) == 3
+    main, study, other = looks.looks(tasks)
+    assert len({look.light for look in (main["seng"], other["seng"], *study.values())}) == 1
+    assert [study[name].dash for name in ("seng", "seng-T20", "seng-T100")] == ["solid", "dash", "dot"]
+    assert len({main[name].light for name in ("seng", "sgd", "homemade")}) == 3
+
+
+def studies() -> list[Trajectory]:
+    """Three methods, five refresh periods of one of them and two batch sizes of two."""
+    runs = [run(name) for name in ("seng", "sgd", "kfac")]
+    runs += [run("seng", label=f"T{period}") for period in (20, 100, 200, 500, 800)]
+    return runs + [run(name, label=label) for name in ("seng", "sgd") for label in ("b1024", "b4096")]
+
+
+def test_a_study_stands_by_itself_beside_its_optimizers() -> None:
+    tasks = summary.summarise([*studies(), run("sgd", task="fashion-cnn"), run("sgd", task="only", label="b1")])
+    assert [(task.name, task.study, set(task.methods)) for task in tasks] == [
+        ("digits-cnn", "", {"seng", "sgd", "kfac"}),
+        ("digits-cnn", "T", {"seng", "seng-T20", "seng-T100", "seng-T200", "seng-T500", "seng-T800"}),
+        ("digits-cnn", "b", {"seng", "seng-b1024", "seng-b4096", "sgd", "sgd-b1024", "sgd-b4096"}),
+        ("fashion-cnn", "", {"sgd"}),
+        ("only", "b", {"sgd-b1"}),
+    ]
+    for task, look in zip(tasks, looks.looks(tasks), strict=True):
+        assert len({(paint.light, paint.dash, paint.marker) for paint in look.values()}) == len(task.methods)
+    words = {"": "", "b1024": "b", "no-decay": "no", "T20x": "T", "0.1": "other", "_": "other"}
+    assert {label: summary.study_of(label) for label in words} == words
+
+
+def test_a_study_is_named_wherever_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for trajectory in [*studies(), run("seng", label="0.1"), run("sgd", task="fashion-cnn")]:
+        save(tmp_path, trajectory)
+    out, pictures = tmp_path / "report.html", tmp_path / "pictures"
+    command.main([str(tmp_path), "--out", str(out), "--figures", str(pictures), "--tasks", "digits-cnn"])
+    titles = ["digits-cnn", *(f"digits-cnn, {words}" for words in ("runs labelled T…", "runs labelled b…", "other labels"))]
+    said, text = capsys.readouterr().out, out.read_text()
+    assert all(f"{title}; target: accuracy of at least 90 %" in said for title in titles)
+    assert re.findall(r"<h2.*?>(.*?)</h2>", text) == titles
+    assert re.findall(r'<a href="#task-\d">(.*?)</a>', text) == titles
+    assert "13 runs of 1 task, from" in text and "<title>Optimizers compared: digits-cnn</title>" in text
+    stems = {path.name.removesuffix("-curves.png") for path in pictures.glob("*-curves.png")}
+    assert stems == {"digits-cnn", "digits-cnn-T", "digits-cnn-b", "digits-cnn-other"}
+    with pytest.raises(SystemExit, match="there are digits-cnn, fashion-cnn$"):
+        command.main([str(tmp_path), "--out", str(out), "--tasks", "nothing"])
 
 
 class Attributes(HTMLParser):

@@ -239,6 +239,30 @@ def test_studies_come_from_labels_and_are_of_another_task(tmp_path: Path, capsys
     assert "0.17 · 0.9^(epoch/10)" in text
 
 
+def test_runs_without_a_label_stand_for_what_they_ran_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = "cifar10-resnet18"
+    for name in ("seng", "sgd", "muon"):
+        write(tmp_path, task, name, 0, [0.5, 0.93], 2.0, recipe={"refresh_every": 50} if name == "seng" else {})
+        write(tmp_path, task, name, 0, [0.5, 0.92], 1.0, label="b1024")
+    write(tmp_path, task, "seng", 0, [0.5, 0.93], 1.6, label="T800")
+    write(tmp_path, task, "adam", 0, [0.5, 0.93], 2.0)
+
+    def ours(table: str) -> list[list[str]]:
+        lines = [line.split() for line in printed(capsys, table, "--results", str(tmp_path)).splitlines()]
+        return [[*line[:2], *line[-2:]] for line in lines if line[:1] in (["seng"], ["sgd"]) and line[1] != "compare"]
+
+    both = [["256", "2.00", "1.00"], ["1024", "1.00", "0.50"]]
+    assert ours("batch") == [[name, *numbers] for name in ("seng", "sgd") for numbers in both]
+    assert ours("frequency") == [["seng", "50", "2.00", "1.25"], ["seng", "800", "1.60", "1.00"]]
+    text = printed(capsys, "batch", "--results", str(tmp_path))
+    assert "b256" not in text and "adam" not in text and "--label b4096" in text
+
+    write(tmp_path, task, "sgd", 0, [0.5, 0.91], 4.0, label="b256")  # has said so itself
+    assert ours("batch")[2:] == [["sgd", "256", "4.00", "1.00"], ["sgd", "1024", "1.00", "0.25"]]
+    write(tmp_path, task, "seng", 0, [0.5, 0.93], 2.0, run={"batch": 512})
+    assert ours("batch")[:2] == [["seng", "512", "2.00", "–"], ["seng", "1024", "1.00", "–"]]
+
+
 @pytest.mark.parametrize("table", reproduce.TABLES)
 def test_without_results_the_paper_s_numbers_stand_alone(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,10 +20,11 @@ from rich.table import Table
 from seng.lab import paper
 from seng.lab.names import unknown
 from seng.lab.ours import NONE, STUDY, Found, Side, Study, ours, ratio, theirs
-from seng.lab.results import read
+from seng.lab.results import Trajectory, read
 
 METHODS = ("seng-paper", "seng", "sgd", "adam", "kfac")  # the paper's, and our defaults beside its setting
 PERIODS, SIZES = (20, 100, 200, 500, 800), (256, 1024, 4096)
+SIZED = ("seng", "sgd", "muon")  # whose batch size we vary
 NEEDS = {"cifar100": "CIFAR-100", "imagenet": "ImageNet-1k"}  # data that do not come with a package
 COMPARES = "Absolute times are not comparable between them; ratios to SGD and epochs are."
 OTHER = f"Ours, on {STUDY.name} to {STUDY.target:.0%}: another task than the paper's"
@@ -104,7 +105,7 @@ def frequency(found: Found, title: str) -> Page:
     for v in paper.FREQUENCY:
         slower = ratio(v.epoch_seconds, paper.FREQUENCY[-1].epoch_seconds)
         out.add_row(str(v.refresh_every), str(v.epochs), f"{v.seconds:.0f}", f"{v.epoch_seconds:.2f}", slower)
-    study = found.study("T")
+    study = completed(found, "T", ("seng",), lambda run: run.recipe.get("refresh_every"))
     there = {period for period, _ in study}
     missing = [
         command(STUDY.name, ["seng-paper", "seng"], "--label", f"T{period}", "--set", f"refresh_every={period}")
@@ -120,8 +121,24 @@ def batch(found: Found, title: str) -> Page:
     for b in paper.BATCHES:
         times = f"{b.minutes:.1f}", f"{b.efficiency:.2f}", f"{b.epoch_seconds:.2f}", f"{b.epoch_efficiency:.2f}"
         out.add_row(str(b.batch), str(b.gpus), str(b.epochs), *times)
-    study = found.study("b")
+    study = sizes(found)
     return [out, changing(study, "batch", min(SIZES))], missing_sizes(study), OTHER_COMPARES
+
+
+def sizes(found: Found) -> Study:
+    """By batch size."""
+    return completed(found, "b", SIZED, lambda run: run.run.get("batch"))
+
+
+def completed(found: Found, prefix: str, optimizers: Sequence[str], number: Callable[[Trajectory], Any]) -> Study:
+    """A study by label, and of these optimizers the runs without a label where no label has the number that they ran with."""
+    study = found.study(prefix)
+    for who in optimizers:
+        numbers = {number(run) for run in found.trajectories if (run.task, run.name) == (STUDY.name, who)}
+        n = numbers.pop() if len(numbers) == 1 else None
+        if isinstance(n, int) and (n, who) not in study and (runs := found.runs(STUDY.name, who, STUDY.target)):
+            study[n, who] = runs
+    return dict(sorted(study.items(), key=lambda item: item[0][::-1]))
 
 
 def changing(study: Study, header: str, base: int) -> Table:
@@ -144,7 +161,7 @@ def large_batch(found: Found, title: str) -> Page:
         out.add_row(*numbers, f"{b.damping:g} · {b.damping_gamma:g}^(epoch/10)")
     keys = ("lr", "weight_decay", "schedule", "rate", "schedule_epochs", "warmup", "warmup_lr", "damping", "damping_gamma")
     recipes = table(OTHER, "optimizer", "batch", *keys)
-    study = found.study("b")
+    study = sizes(found)
     for (size, optimizer), (first, *_) in study.items():
         recipes.add_row(optimizer, str(size), *(written(first.recipe.get(key)) for key in keys))
     units = 'The paper\'s α₀ is in its own units; in units="sgd" it is α₀/λ, with the λ of the moment.'
@@ -153,7 +170,7 @@ def large_batch(found: Found, title: str) -> Page:
 
 def missing_sizes(study: Study) -> list[str]:
     """Commands for the batch sizes of our study; at equal epochs, so to the end of the budget."""
-    lacking = {size: [name for name in ("seng", "sgd", "muon") if (size, name) not in study] for size in SIZES}
+    lacking = {size: [name for name in SIZED if (size, name) not in study] for size in SIZES}
     more = {size: ("--batch", str(size), "--label", f"b{size}", "--no-stop") for size in SIZES}
     return [command(STUDY.name, names, *more[size]) for size, names in lacking.items() if names]
 

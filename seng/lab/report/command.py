@@ -66,8 +66,8 @@ def report(options: Options, console: Console) -> None:
 
 
 def chosen(tasks: list[Task], names: Sequence[str]) -> list[Task]:
-    """The tasks asked for; all where none is."""
-    known = [task.name for task in tasks]
+    """The tasks asked for, with their studies; all where none is."""
+    known = list(dict.fromkeys(task.name for task in tasks))
     for name in names:
         if name not in known:
             raise ValueError(unknown("no results for the task", name, known))
@@ -76,7 +76,7 @@ def chosen(tasks: list[Task], names: Sequence[str]) -> list[Task]:
 
 def table(task: Task) -> Table:
     """The standings, for a terminal."""
-    title = f"{task.name}; target: {target_words(task)}"
+    title = f"{task.title}; target: {target_words(task)}"
     out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for i, word in enumerate(headings(task)):
         out.add_column(word, justify="right" if i else "left")

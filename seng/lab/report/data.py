@@ -18,7 +18,7 @@ def task_data(task: Task, looks: dict[str, Look]) -> dict[str, Any]:
     """Everything that is drawn of a task."""
     scale = 100 if is_share(task) else 1
     return {
-        "name": task.name,
+        "name": task.stem,
         "label": metric_label(task),
         "target": None if task.target is None else short(scale * task.target),
         "range": metric_range(task, scale),

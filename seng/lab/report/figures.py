@@ -34,12 +34,11 @@ STYLE: dict[Any, Any] = {
 
 
 def draw(tasks: Sequence[Task], folder: Path) -> list[Path]:
-    """<task>-curves, <task>-time-to-target and <task>-step-time, each as .png and .svg; what was written."""
-    look = looks(tasks)
+    """<task>[-<study>]-curves, -time-to-target and -step-time, each as .png and .svg; what was written."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     with rc_context(STYLE):
-        for task in tasks:
+        for task, look in zip(tasks, looks(tasks), strict=True):
             pictures = {
                 "curves": curves(task, look),
                 "time-to-target": bars(
@@ -51,7 +50,7 @@ def draw(tasks: Sequence[Task], folder: Path) -> list[Path]:
                 "step-time": bars(task, look, (("milliseconds per step", lambda s: s.step_ms),), share=False),
             }
             for name, figure in pictures.items():
-                path = folder / f"{task.name}-{name}.png"
+                path = folder / f"{task.stem}-{name}.png"
                 figure.savefig(path, dpi=160, metadata={"Software": None})
                 figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
                 written += [path, path.with_suffix(".svg")]
@@ -81,8 +80,10 @@ def curves(task: Task, look: dict[str, Look]) -> Figure:
     for ax in axes.flat:
         ax.grid(alpha=0.25)
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6) or 1, frameon=False)
-    figure.suptitle(f"{task.name}; target: {target_words(task)}", fontsize=11)
+    length = 4 if task.study else 2  # so that a long dash is seen to end
+    columns = min(len(labels), 6) or 1
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=length, frameon=False)
+    figure.suptitle(f"{task.title}; target: {target_words(task)}", fontsize=11)
     return figure
 
 
@@ -130,5 +131,5 @@ def bars(
         ax.set_axisbelow(True)
     axes[0].set_yticks(range(len(task.standings)), [s.name for s in task.standings])
     axes[0].invert_yaxis()
-    figure.suptitle(f"{task.name}; target: {target_words(task)}" if share else task.name, fontsize=10)
+    figure.suptitle(f"{task.title}; target: {target_words(task)}" if share else task.title, fontsize=10)
     return figure

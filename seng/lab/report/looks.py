@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, log10
 
-from seng.lab.report.summary import Estimate, Standing, Task
+from seng.lab.report.summary import Estimate, Standing, Task, natural
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, for a light and for a dark ground. Its yellow is darkened
 # on white, its black lightened on black, and grey joins as the ninth.
@@ -35,18 +35,23 @@ class Look:
     marker: str
 
 
-def looks(tasks: Sequence[Task]) -> dict[str, Look]:
-    """By method, the same for all tasks."""
-    standings = sorted({(s.optimizer, s.label, s.name) for task in tasks for s in task.standings})
+def looks(tasks: Sequence[Task]) -> list[dict[str, Look]]:
+    """Of each task by method: colours are the same for all tasks, dashes and markers start anew in each."""
+    optimizers = sorted({s.optimizer for task in tasks for s in task.standings})
+    spare = [pair for name, pair in COLOURS.items() if name not in optimizers] or list(COLOURS.values())
     palette = dict(COLOURS)
-    for optimizer in dict.fromkeys(optimizer for optimizer, _, _ in standings):
-        spare = [pair for name, pair in COLOURS.items() if all(name != o for o, _, _ in standings)] or list(COLOURS.values())
+    for optimizer in optimizers:
         taken = sum(name not in COLOURS for name in palette)
         palette.setdefault(optimizer, spare[taken % len(spare)])
+    return [_looks(task, palette) for task in tasks]
+
+
+def _looks(task: Task, palette: dict[str, tuple[str, str]]) -> dict[str, Look]:
     found: dict[str, Look] = {}
-    for optimizer in palette:
-        for i, name in enumerate(dict.fromkeys(name for o, _, name in standings if o == optimizer)):
-            found[name] = Look(*palette[optimizer], DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
+    for optimizer, colours in palette.items():
+        labels = sorted((s for s in task.standings if s.optimizer == optimizer), key=lambda s: natural(s.label))
+        for i, s in enumerate(labels):
+            found[s.name] = Look(*colours, DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
     return found
 
 

@@ -30,12 +30,13 @@ the single seeds, and a mark is where a seed reached the target. Drag to zoom, d
 
 def page(tasks: Sequence[Task], skipped: Sequence[str], source: str) -> str:
     """The whole page; `skipped` are the sentences of `results.read`, `source` says where the runs came from."""
-    look = looks(tasks)
-    runs = sum(len(task.runs) for task in tasks)
-    links = "".join(f'<li><a href="#task-{i}">{escape(task.name)}</a></li>' for i, task in enumerate(tasks))
-    data = json.dumps([task_data(task, look) for task in tasks], separators=(",", ":"), allow_nan=False)
-    body = "".join(_section(i, task, look) for i, task in enumerate(tasks))
-    count = f"{runs} run{'s' * (runs != 1)} of {len(tasks)} task{'s' * (len(tasks) != 1)}, from {source}"
+    drawn = list(zip(tasks, looks(tasks), strict=True))
+    names = list(dict.fromkeys(task.name for task in tasks))
+    runs = len({(run.task, run.name, run.seed) for task in tasks for run in task.runs})
+    links = "".join(f'<li><a href="#task-{i}">{escape(task.title)}</a></li>' for i, task in enumerate(tasks))
+    data = json.dumps([task_data(task, look) for task, look in drawn], separators=(",", ":"), allow_nan=False)
+    body = "".join(_section(i, task, look) for i, (task, look) in enumerate(drawn))
+    count = f"{runs} run{'s' * (runs != 1)} of {len(names)} task{'s' * (len(names) != 1)}, from {source}"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -43,7 +44,7 @@ def page(tasks: Sequence[Task], skipped: Sequence[str], source: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <link rel="icon" href="data:,">
-<title>Optimizers compared: {escape(", ".join(task.name for task in tasks))}</title>
+<title>Optimizers compared: {escape(", ".join(names))}</title>
 <style>{STYLE}</style>
 <script>{GUARD}</script>
 </head>
@@ -75,7 +76,7 @@ def _section(index: int, task: Task, look: dict[str, Look]) -> str:
     curves = "".join(_plot(index, task, kind, title.format(metric=metric), "") for kind, title in CURVES)
     bars = "".join(_plot(index, task, kind, title, f"height:{height}px") for kind, title in BARS)
     return f"""<section id="task-{index}" aria-labelledby="name-{index}">
-<h2 id="name-{index}">{escape(task.name)}</h2>
+<h2 id="name-{index}">{escape(task.title)}</h2>
 <p>Target: {escape(target_words(task))}. {escape(_headline(task))}</p>
 {_sentences("Mind", task.remarks)}
 {_standings(task)}
@@ -116,7 +117,7 @@ def _standings(task: Task) -> str:
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     caption = "<caption>Standings, best first; a heading sorts by its column.</caption>"
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="standings of {escape(task.name)}">'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="standings of {escape(task.title)}">'
         f'<table class="standings">{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
@@ -144,7 +145,7 @@ def _switches(index: int, task: Task, look: dict[str, Look]) -> str:
 
 
 def _plot(index: int, task: Task, kind: str, title: str, style: str) -> str:
-    label = f"{title}, {escape(task.name)}; the table of standings has the numbers"
+    label = f"{title}, {escape(task.title)}; the table of standings has the numbers"
     plot = f'<div class="plot" data-task="{index}" data-kind="{kind}" style="{style}" role="img" aria-label="{label}"></div>'
     return f"<figure><figcaption>{title}</figcaption>{plot}</figure>"
 
@@ -161,7 +162,7 @@ def _budget(task: Task) -> str:
     head = "".join(f'<th scope="col">{word}</th>' for word in ("method", "search", "hyperparameters", "run"))
     return (
         f'<h3>Tuning budget and recipes</h3><div class="scroll" tabindex="0" role="region" aria-label="tuning budget of '
-        f'{escape(task.name)}"><table class="words"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f'{escape(task.title)}"><table class="words"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
 

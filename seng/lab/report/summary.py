@@ -2,12 +2,16 @@
 
 The interval is Student's, mean ± t(0.975, k − 1)·s/√k over k seeds; one seed has none. A seed that missed the target has no
 time to it: the mean is over those that reached it, and how many did is always said beside it.
+
+A task's runs without a label are compared with each other. Those with one belong to a study, the letters that their labels
+begin with (b1024 and b4096: b), which stands by itself, beside its optimizers' runs without a label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf, sqrt
 from statistics import fmean, median, stdev
 from typing import Any
@@ -17,6 +21,7 @@ from scipy.special import stdtrit  # type: ignore[import-untyped]  # scikit-lear
 from seng.lab.results import Trajectory
 
 CONFIDENCE = 0.95
+OTHER = "other"  # the study of labels that begin with no letter
 
 
 @dataclass(frozen=True)
@@ -63,15 +68,27 @@ class Standing:
 
 @dataclass(frozen=True)
 class Task:
-    """What is known of one task: its runs by method, and how the methods stand, the best first."""
+    """What is known of one task, or of a study on it: its runs by method, and how the methods stand, the best first."""
 
     name: str
+    study: str  # empty: the runs without a label
     metric_name: str
     higher_is_better: bool
     target: float | None
     methods: dict[str, tuple[Trajectory, ...]]  # by seed
     standings: tuple[Standing, ...]
     remarks: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """cifar10-resnet18, runs labelled b…"""
+        words = "other labels" if self.study == OTHER else f"runs labelled {self.study}…"
+        return f"{self.name}, {words}" if self.study else self.name
+
+    @property
+    def stem(self) -> str:
+        """cifar10-resnet18-b: what the names of its pictures begin with."""
+        return f"{self.name}-{self.study}" if self.study else self.name
 
     @property
     def runs(self) -> tuple[Trajectory, ...]:
@@ -109,20 +126,32 @@ def standing(runs: Sequence[Trajectory]) -> Standing:
 
 
 def summarise(trajectories: Sequence[Trajectory]) -> list[Task]:
-    """The tasks, by name."""
-    found: dict[str, dict[str, list[Trajectory]]] = {}
-    for run in sorted(trajectories, key=lambda t: (t.task, t.optimizer, _natural(t.label), t.seed)):
-        found.setdefault(run.task, {}).setdefault(run.name, []).append(run)
-    return [_task(name, methods) for name, methods in found.items()]
+    """The tasks, by name, each followed by its studies."""
+    ordered = sorted(trajectories, key=lambda t: (t.task, t.optimizer, natural(t.label), t.seed))
+    found = []
+    for task, study in sorted({(run.task, study_of(run.label)) for run in ordered}):
+        runs = [run for run in ordered if run.task == task and study_of(run.label) in ("", study)]
+        optimizers = {run.optimizer for run in runs if study_of(run.label) == study}
+        methods: dict[str, list[Trajectory]] = {}
+        for run in runs:
+            if run.optimizer in optimizers:
+                methods.setdefault(run.name, []).append(run)
+        found.append(_task(task, study, methods))
+    return found
 
 
-def _natural(label: str) -> list[tuple[int, str]]:
+def study_of(label: str) -> str:
+    """b of b1024; none of no label."""
+    return label and ("".join(takewhile(str.isalpha, label)) or OTHER)
+
+
+def natural(label: str) -> list[tuple[int, str]]:
     """So that T20 stands before T100."""
     digits = "".join(c if c.isdigit() else " " for c in label).split()
     return [(int(digits[0]) if digits else 0, label)]
 
 
-def _task(name: str, methods: dict[str, list[Trajectory]]) -> Task:
+def _task(name: str, study: str, methods: dict[str, list[Trajectory]]) -> Task:
     first = next(iter(methods.values()))[0]
     sign = -1 if first.higher_is_better else 1
 
@@ -133,7 +162,7 @@ def _task(name: str, methods: dict[str, list[Trajectory]]) -> Task:
     standings = tuple(sorted((standing(runs) for runs in methods.values()), key=place))
     runs = {s.name: tuple(methods[s.name]) for s in standings}
     remarks = (*_unfinished(runs), *_mixed(runs))
-    return Task(name, first.metric_name, first.higher_is_better, first.target, runs, standings, remarks)
+    return Task(name, study, first.metric_name, first.higher_is_better, first.target, runs, standings, remarks)
 
 
 def _unfinished(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
