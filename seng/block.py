@@ -2,6 +2,8 @@
 
     d = (g − Ub)/λ,   (λI + ΞᵀΞ) b = Ξᵀξ,   Ξ = ΩU, ξ = Ωg                    (eqs. 8, 9, 12, 13 and 24)
 
+With a base P in place of I (`seng.base`), all of it is in whitened coordinates: U stands for P^{-½}U, g for P^{-½}g.
+
 `solve` gives λd = g − Ub, which is g itself for λ → ∞. The system is solved as (I + K/λ) b = Ξᵀξ/λ with K = ΞᵀΞ: it is well
 scaled for every λ, and its smallest eigenvalue is 1.
 """
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from seng.base import Base, Diagonal, Kronecker
 from seng.implicit import Independent
 from seng.numerics import inverse, widest
 from seng.operators import Operator
@@ -34,6 +37,8 @@ class Block:
     top: Tensor  # its largest eigenvalue, ()
     relative: bool  # whether damping is in units of `top`
     patience: int = 0  # refreshes until it is asked again whether few directions do, where they did not
+    base: Kronecker | Diagonal | None = None  # P; None: I
+    graft: bool = False  # whether directions are scaled to the length of the gradient
     failures: Tensor = field(init=False)  # solves that fell back to the plain gradient; on the device, so that no step waits
     sketch_error: Tensor | None = field(init=False, default=None)  # of a merged basis: see `numerics.deviation`
     core: tuple[float, Tensor, Tensor] | None = field(init=False, default=None)  # (damping, λ, (λI + K)⁻¹)
@@ -43,7 +48,7 @@ class Block:
         self.failures = torch.zeros((), dtype=torch.int64, device=self.gram.device)
 
     def renewed(
-        self, U: Operator, omega: Omega, gram: Tensor, top: Tensor, relative: bool
+        self, U: Operator, omega: Omega, gram: Tensor, top: Tensor, relative: bool, base: Base | None = None
     ) -> list[tuple[Tensor, Tensor]] | None:
         """What to copy into which of its tensors to make it that of another U; None where their shapes are others.
 
@@ -55,21 +60,34 @@ class Block:
             and isinstance(self.omega, Identity)
             and signature(U) == signature(self.U)
         )
+        ours, theirs = ([] if b is None else b.tensors() for b in (self.base, base))
+        alike = alike and type(self.base) is type(base) and [t.shape for t in ours] == [t.shape for t in theirs]
         if not alike or (gram.shape, gram.dtype, relative) != (self.gram.shape, self.gram.dtype, self.relative):
             return None
         self.core = None if self.core is None else (math.nan, *self.core[1:])  # to be written to as well
-        own, new = [*self.U.tensors(), self.gram, self.top], [*U.tensors(), gram, top]
+        own, new = [*self.U.tensors(), self.gram, self.top, *ours], [*U.tensors(), gram, top, *theirs]
         return [(to, t) for to, t in zip(own, new, strict=True) if to is not t]
 
     def solve(self, g: Tensor, damping: float) -> Tensor:
-        """λ(M + λI)⁻¹g."""
+        """λ(M + λP)⁻¹g."""
         return self.direction(g, *self.factor(damping))
 
     def direction(self, g: Tensor, lam: Tensor, inverse: Tensor) -> Tensor:
         """The same with the factorization at hand; where it failed, the plain gradient, and that is counted."""
-        d, fine = self.attempt(g, lam, inverse)
+        d = self._based(g, lam, inverse)
+        if not self.graft:
+            return d
+        length = torch.linalg.vector_norm(d)
+        grafted: Tensor = d * (torch.linalg.vector_norm(g) / torch.where(length > 0, length, 1))
+        return grafted
+
+    def _based(self, g: Tensor, lam: Tensor, inverse: Tensor) -> Tensor:
+        if self.base is not None and not self.U.samples:
+            return self.base.vector(g, self.U.shape, -1.0)
+        z = g if self.base is None else self.base.vector(g, self.U.shape, -0.5)
+        d, fine = self.attempt(z, lam, inverse)
         self.failures += ~fine
-        return d
+        return d if self.base is None else self.base.vector(d, self.U.shape, -0.5)
 
     def attempt(self, g: Tensor, lam: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """g − Ub, and whether b is finite; in float64 refined once: g lies nearly in the span of U, the difference cancels."""

@@ -23,6 +23,8 @@ def check_options(curvature: Curvature, refresh_every: int, units: str) -> None:
             "units='paper' divides by one λ for all layers, so the damping cannot be relative: "
             "use Curvature(relative_damping=False) or units='sgd'"
         )
+    if units == "paper" and curvature.grafts:
+        raise ValueError("units='paper' gives directions their own length: use Curvature(graft=False) or units='sgd'")
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from seng.sketch import Sketch
 Form = Literal["auto", "explicit", "implicit", "merged"]
 Combine = Literal["exact", "independent"]
 Blocks = Literal["layer", "network"]
+Metric = Literal["identity", "kronecker", "diagonal"]
 Units = Literal["sgd", "paper"]
 
 
@@ -32,6 +33,12 @@ class Curvature:
                            "cross-entropy" for "sampled", unless it is given; "bernoulli" is the third
     blocks="layer"         one block per layer (the paper); "network" is one for all of them (seng/network.py)
     memory=None            bytes, or a fraction of the free memory, that the curvature may occupy; None sets no limit
+    base="identity"        P of UUᵀ + λP (seng/base.py): I is the paper's; "kronecker" and "diagonal" also tell apart what lies
+                           outside the span of U. Layers without factors take "diagonal" where "kronecker" is asked for
+    power=0.5              p of P = C^p: 1 is K-FAC's metric, 1/2 its square root (of the diagonal: Adam's)
+    base_rank=128          directions kept of each Kronecker factor, all others being one constant; all of a smaller factor
+    graft=None             whether a layer's direction is scaled to the length of its plain gradient, so that SGD's lr carries
+                           over: with a base it is, unless False
     traffic=None           gradients per step that ranks which share a basis may send for it, on average: k ≤ traffic·T, to be
                            weighed against the network between them; None sets no limit
     """
@@ -48,6 +55,10 @@ class Curvature:
     memory: int | float | None = None
     traffic: float | None = None
     loss: Loss | None = None
+    base: Metric = "identity"
+    power: float = 0.5
+    base_rank: int = 128
+    graft: bool | None = None
 
     def __post_init__(self) -> None:
         _one_of("form", self.form, get_args(Form))
@@ -61,8 +72,17 @@ class Curvature:
                     f"Curvature: loss={self.loss!r} is what fisher='gauss-newton' or 'sampled' starts from; "
                     "fisher='empirical' takes the loss that is trained"
                 )
-        if self.rank is not None:
-            _positive_int("rank", self.rank)
+        _one_of("base", self.base, get_args(Metric))
+        if self.rank is not None and not (self.rank == 0 and self.base != "identity"):
+            _positive_int("rank", self.rank)  # with a base, 0 leaves P alone
+        _positive_int("base_rank", self.base_rank)
+        if isinstance(self.power, bool) or not (isinstance(self.power, int | float) and 0 < self.power <= 1):
+            raise ValueError(f"Curvature: power is the p of C^p, above 0 and at most 1, not {self.power!r}")
+        if self.graft not in (None, True, False):
+            raise ValueError(f"Curvature: graft is True, False or None, not {self.graft!r}")
+        if self.base != "identity" and (self.blocks == "network" or self.combine == "independent"):
+            asked = "blocks='network'" if self.blocks == "network" else "combine='independent'"
+            raise ValueError(f"Curvature: base={self.base!r} is a metric of each layer's own; {asked} has base='identity' only")
         if self.samples is not None:
             _positive_int("samples", self.samples)
         if self.sketch is not None and not isinstance(self.sketch, Sketch):
@@ -97,6 +117,11 @@ class Curvature:
     def assumed(self) -> Loss:
         """The loss at the output, where `fisher` asks for one."""
         return self.loss or ("squares" if self.fisher == "gauss-newton" else "cross-entropy")
+
+    @property
+    def grafts(self) -> bool:
+        """Whether directions are scaled to the gradient's length."""
+        return self.base != "identity" if self.graft is None else self.graft
 
     @property
     def averaging(self) -> float:

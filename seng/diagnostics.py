@@ -94,7 +94,7 @@ def compare_energies(g: Tensor, b: Tensor, c: Tensor, lam: Tensor) -> tuple[Tens
 
 
 KEYS = (
-    *("form", "columns", "bytes", "refreshed_at", "refresh_seconds", "top_eigenvalue", "effective_rank", "damping"),
+    *("form", "base", "columns", "bytes", "refreshed_at", "refresh_seconds", "top_eigenvalue", "effective_rank", "damping"),
     *("cosine", "norm_ratio", "sketch_error", "solves_failed"),
 )
 
@@ -104,15 +104,17 @@ def describe(block: Block | None, last: Refresh | None) -> dict[str, Any]:
     if block is None:
         return dict.fromkeys(KEYS) | {"form": "plain"}
     values, _ = eigh(block.gram)
+    largest = float(values.max()) if len(values) else 0.0
     cosine, norm_ratio = (None, None) if last is None else map(float, last.compared())
     return {
         "form": "implicit" if isinstance(block.U, Windows) else type(block.U).__name__.lower(),
+        "base": "identity" if block.base is None else type(block.base).__name__.lower(),
         "columns": block.U.samples,
-        "bytes": block.U.bytes,
+        "bytes": block.U.bytes + (0 if block.base is None else block.base.bytes),
         "refreshed_at": None if last is None else last.step,
         "refresh_seconds": None if last is None else last.timer.seconds,
         "top_eigenvalue": float(block.top),
-        "effective_rank": float(values.sum() / values.max()) if float(values.max()) > 0 else 0.0,
+        "effective_rank": float(values.sum()) / largest if largest > 0 else 0.0,
         "damping": None if block.core is None else float(block.core[1]),
         "cosine": cosine,
         "norm_ratio": norm_ratio,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seng.base import Diagonal, Kronecker
 from seng.block import Block
 from seng.curvature import Curvature
 from seng.implicit import Implicit, Independent
@@ -42,6 +43,8 @@ class Job:
     seed: Callable[[], torch.Generator]
     timer: AbstractContextManager[None]
     known: Tensor | None = None  # UᵀU, where it was worked out during the backward
+    base: Kronecker | Diagonal | None = None  # P, in whose coordinates U is; None: I
+    graft: bool = False
     omega: Omega = field(init=False)
     gram: Tensor = field(init=False)
     top: Tensor = field(init=False)  # its largest eigenvalue
@@ -64,7 +67,9 @@ class Job:
     @property
     def averaged(self) -> bool:
         """Whether there is a basis to average with."""
-        return self.previous is not None and type(self.U) is type(self.previous.U) and isinstance(self.U, Merged | Sharded)
+        if self.previous is None or type(self.base) is not type(self.previous.base):
+            return False
+        return type(self.U) is type(self.previous.U) and isinstance(self.U, Merged | Sharded)
 
     def prepare(self, curvature: Curvature) -> None:
         """U in its planned form, Ω and the Gram of ΩU."""
@@ -143,12 +148,15 @@ class Job:
             self._stack_parts(self.previous.U, self.U, self.previous.gram, decay)
             return None
         assert self.previous is not None and isinstance(self.previous.U, Merged) and isinstance(self.U, Merged)
-        before = self.previous.U
+        before, gram = self.previous.U, self.previous.gram
+        if self.base is not None and self.previous.base is not None:  # P has moved, and with it the coordinates
+            before = self.base.basis(self.previous.base.basis(before, 0.5), -0.5)
+            gram = before.gram()
         if self.half and before.Y.dtype not in HALF:
             before = Merged.of(before.Y, before.shape, True).scaled(before.scale)
         self.fresh = self.gram, self.top
         self.stacked = before.scaled(decay**0.5), self.U.scaled((1 - decay) ** 0.5)
-        both = before, self.U, self.previous.gram, self.gram
+        both = before, self.U, gram, self.gram
         return Task(_gram_of_both, both, {"decay": decay}, self._stacked, self.timer, (None,))
 
     def _stacked(self, gram: Tensor) -> None:
@@ -189,11 +197,14 @@ class Job:
 
     def block(self, relative: bool) -> tuple[Block, list[tuple[Tensor, Tensor]]]:
         """The finished block, and what has to be copied into which of its tensors."""
-        pairs = None if self.previous is None else self.previous.renewed(self.U, self.omega, self.gram, self.top, relative)
+        new = self.U, self.omega, self.gram, self.top, relative
+        pairs = None if self.previous is None else self.previous.renewed(*new, self.base)
         if self.previous is not None and pairs is not None:
             block = self.previous
         else:
-            block = Block(_own(self.U), self.omega, self.gram.clone(), self.top.clone(), relative)
+            block = Block(
+                _own(self.U), self.omega, self.gram.clone(), self.top.clone(), relative, base=self.base, graft=self.graft
+            )
         block.sketch_error, block.patience = self.error, self.patience
         return block, pairs or []
 

@@ -112,15 +112,15 @@ def spectrum(K: Tensor, width: int, start: Tensor) -> tuple[Tensor, Tensor]:
     K = K.to(widest(K))
     V = start.expand(len(K), *start.shape)
     for _ in range(ITERATIONS):
-        V = _orthonormal(K @ V)
-    V = _orthonormal(V)
+        V = orthonormal(K @ V)
+    V = orthonormal(V)
     values = (V * (K @ V)).sum(-2)
     values, order = values.sort(-1, descending=True)
     V = V.gather(-1, order[:, None].expand_as(V))
     return values[..., :width].clamp_min(0), V[..., :width]
 
 
-def _orthonormal(Z: Tensor) -> Tensor:
+def orthonormal(Z: Tensor) -> Tensor:
     """The columns of each of Z (L, m, w) made orthonormal, in order, by Cholesky; dependent ones come out 0."""
     Z = Z / torch.linalg.vector_norm(Z, dim=-2, keepdim=True).clamp_min(torch.finfo(Z.dtype).tiny)
     L, _ = torch.linalg.cholesky_ex(Z.mT @ Z + 1e-13 * _eye(Z.shape[-1], Z))

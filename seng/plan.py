@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
-from seng.curvature import Curvature
+from seng.base import numbers
+from seng.curvature import Curvature, Metric
 from seng.operators import Shape
 from seng.sites import Site
 
@@ -37,6 +38,7 @@ class Dims:
     itemsize: int = 4
     half: bool = False  # whether factors and bases are kept in half precision
     inputs: int = 0  # where the factors stay inside the layer's input: numbers per sample of input and output
+    factored: bool = True  # whether every one of its layers has factors, so that it can have a Kronecker metric
 
     @property
     def n(self) -> int:
@@ -73,11 +75,14 @@ class Plan:
     why: str
     otherwise: Literal["explicit", "implicit"] | None = None  # what a merged layer keeps where `rank` directions are too few
     asks: bool = True  # whether it is tried with `rank` directions at all
+    base: Metric = "identity"  # P
+    base_rank: int = 0
 
     @property
     def bytes(self) -> int:
-        """Memory of U between refreshes, at most."""
-        return max(self._bytes(self.form), self._bytes(self.otherwise or "plain"))
+        """Memory of U and P between refreshes, at most."""
+        base = 0 if self.base == "identity" else numbers(self.dims.shape, self.base == "kronecker", self.base_rank)
+        return max(self._bytes(self.form), self._bytes(self.otherwise or "plain")) + base * self.dims.itemsize
 
     def _bytes(self, form: Kept) -> int:
         d = self.dims
@@ -92,8 +97,10 @@ class Plan:
 
     @property
     def flops(self) -> int:
-        """Operations of one solve: Uᵀg and Ub."""
+        """Operations of one solve: Uᵀg and Ub, and P^{-½} before and after, or P⁻¹."""
         d = self.dims
+        sides = min(self.base_rank, d.shape[1]) + min(self.base_rank, d.shape[2])
+        white = {"identity": 0, "kronecker": 4 * sides + 1, "diagonal": 1}[self.base] * d.n * (2 if self.rank else 1)
         columns = {
             "explicit": d.samples,
             "implicit": d.samples * min(self.rank, d.kappa),
@@ -101,7 +108,8 @@ class Plan:
             "merged": self.rank,
             "plain": 0,
         }
-        return 4 * d.n * columns[self.form] + (4 * d.samples * d.kappa * d.shape[2] if self.form == "lookup" else 0)
+        looked_up = 4 * d.samples * d.kappa * d.shape[2] if self.form == "lookup" else 0
+        return 4 * d.n * columns[self.form] + looked_up + white
 
 
 def paper_form(d: Dims) -> tuple[Kept, str]:
@@ -118,6 +126,8 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
 
     `every` is the number of steps between refreshes, if it is known: a basis has to pay off within them.
     """
+    if curvature.base != "identity":
+        return _with_base(dims, curvature, budget, lambda rest, room: plan(dims, rest, room, every))
     if curvature.blocks == "network":
         return _of_network(dims, curvature, budget)
     asked = curvature.rank or max((d.samples for d in dims), default=1)
@@ -156,6 +166,34 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
         demoted[largest.dims.name] = "implicit" if smaller else "plain"
 
 
+def _with_base(
+    dims: Sequence[Dims], curvature: Curvature, budget: int | None, others: Callable[[Curvature, int | None], list[Plan]]
+) -> list[Plan]:
+    """P takes at most half of the memory, its rank halved until it does; the rest is U's."""
+    rank = curvature.base_rank
+
+    def based(plans: Sequence[Plan]) -> list[Plan]:
+        metrics: dict[bool, Metric] = {True: "kronecker", False: "diagonal"}
+        metric = [metrics[d.factored and curvature.base == "kronecker"] for d in dims]
+        return [
+            p if p.form == "plain" else replace(p, base=m, base_rank=rank if m == "kronecker" else 0)
+            for p, m in zip(plans, metric, strict=True)
+        ]
+
+    alone = [Plan(d, "merged", 0, "the base alone") for d in dims]
+    while budget is not None and rank > 1 and sum(p.bytes for p in based(alone)) > budget / 2:
+        rank //= 2
+    taken = sum(p.bytes for p in based(alone))
+    if budget is not None and taken > budget:
+        raise ValueError(
+            f"base={curvature.base!r} needs {size_of(taken)} where memory={curvature.memory!r} allows {size_of(budget)}: "
+            "use base='identity' or more memory"
+        )
+    if curvature.rank == 0:
+        return based(alone)
+    return based(others(replace(curvature, base="identity"), None if budget is None else budget - taken))
+
+
 def _of_network(dims: Sequence[Dims], curvature: Curvature, budget: int | None) -> list[Plan]:
     """One block for all layers: all of them merged with one number of directions, or each with all its columns."""
     samples = max((d.samples for d in dims), default=1)
@@ -180,6 +218,8 @@ def _of_network(dims: Sequence[Dims], curvature: Curvature, budget: int | None) 
 
 def pooled_plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, every: int | None = None) -> list[Plan]:
     """One basis per layer, held by all ranks; where memory is short, the rank is halved, then the largest goes without."""
+    if curvature.base != "identity":
+        return _with_base(dims, curvature, budget, lambda rest, room: pooled_plan(dims, rest, room, every))
     rank = curvature.rank or WIDEST
     if curvature.form == "explicit":
         rank = max((d.samples for d in dims), default=1)
@@ -267,7 +307,8 @@ def _own_form(d: Dims, curvature: Curvature, rank: int) -> Plan:
 def site_dims(site: Site, kappa: int, samples: int, inputs: int = 0, half: bool = False) -> Dims:
     """What the plan needs to know of a site."""
     shape = site.shape(site.active() or site.segments)
-    return Dims(site.name, shape, kappa, samples, site.own_form, site.dtype.itemsize, half, inputs)
+    factored = all(member.kind.factored for member in site.members)
+    return Dims(site.name, shape, kappa, samples, site.own_form, site.dtype.itemsize, half, inputs, factored)
 
 
 def budget(curvature: Curvature, module: nn.Module) -> int | None:

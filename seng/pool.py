@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from seng.distributed import Team
+from seng.implicit import Implicit
 from seng.numerics import spectrum, start, widest
-from seng.operators import Explicit, Operator, Shape
+from seng.operators import Operator, Shape
 from seng.sketch import CountSketch, Identity, LeverageRows, Omega, Sketch
 
 EXACT = 2048  # rows up to which a layer is not sketched to choose its directions, and to which it is
@@ -57,7 +58,8 @@ class Share:
 
 def empty(shape: Shape, dtype: torch.dtype, device: torch.device) -> Operator:
     """U of a rank without samples."""
-    return Explicit(torch.zeros(shape[0] * shape[1] * shape[2], 0, dtype=dtype, device=device), shape)
+    h, n_G, n_A = shape
+    return Implicit(*(torch.zeros(0, h, n, 1, dtype=dtype, device=device) for n in (n_G, n_A)))
 
 
 def pooled(team: Team, shares: Sequence[Share], sketch: Sketch | None, half: bool = False) -> list[Tensor]:

@@ -7,6 +7,7 @@ kept too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from seng import network
+from seng import base, network
 from seng.block import Block, factorize
 from seng.capture import Capture, loss_scale
 from seng.checks import check_options
@@ -29,14 +30,15 @@ from seng.implicit import Implicit
 from seng.job import Job
 from seng.notices import Notices, listed, not_captured, not_observed
 from seng.numerics import reduced
-from seng.operators import HALF, Operator
+from seng.operators import HALF, Merged, Operator
 from seng.plan import Plan, budget, plan, pooled_plan, site_dims
 from seng.ranks import Ranks
 from seng.refresh import build, grams
-from seng.replay import Replay
+from seng.replay import Replay, write
 from seng.samples import Samples
 from seng.sharded import check_placements
 from seng.sites import Segment, Site, survey
+from seng.sketch import Identity
 from seng.solver import Gradients, OneByOne, Ready, Solve, sort
 from seng.spread_state import pack_block, unpack_block
 from seng.windows import Windows
@@ -105,6 +107,11 @@ class Preconditioner:
                 f"fisher={curvature.fisher!r}, blocks={curvature.blocks!r}: on several ranks only fisher='empirical' with "
                 "blocks='layer' runs"
             )
+        if curvature.base != "identity" and (self.ranks.averaging is not None or self.spread):
+            raise ValueError(
+                f"base={curvature.base!r} needs whole layers and one curvature for all ranks: use strategy='shared' with whole "
+                "parameters, or base='identity'"
+            )
 
     def cover(self, params: Iterable[nn.Parameter]) -> None:
         """Look for the layers of these parameters; again when there are more, in place and without loss of curvature."""
@@ -130,7 +137,8 @@ class Preconditioner:
         self.spread = any(site.sharded for site in sites)  # asked here, since a compiler does not see it
         self._kept = None
         self._waiting.clear()
-        early = partial(grams, run=self.replay) if self.curvature.sketch is None and not self.ranks.team.pools else None
+        plain = self.curvature.sketch is None and self.curvature.base == "identity" and not self.ranks.team.pools
+        early = partial(grams, run=self.replay) if plain else None
         self.samples = Samples(sites, self.curvature.samples, WeakMethod(self._keep), early, self.observer is not None)
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
         if before:
@@ -315,6 +323,7 @@ class Preconditioner:
         self.ranks.know(found, self.sites, seen)
         self.half = seen.half and self.sites[0].lead.is_cuda
         pools = self.ranks.team.pools
+        self.renewed: dict[int, base.Kronecker | base.Diagonal] = {}
         jobs = self._pooled_jobs(found, seen, damping) if pools else self._jobs(found, grads, damping)
         curvature = replace(self.curvature, form="merged", sketch=None) if pools else self.curvature
         with self.samples.together:
@@ -332,7 +341,7 @@ class Preconditioner:
                 self._install(index, block)
             elif len(jobs[index].gram):  # the last good curvature stays; without one it is the plain gradient, and one is owed
                 self._drop_refresh(index)
-        refreshed = [index for index, block in built.items() if block is not None]
+        refreshed = [index for index, block in built.items() if block is not None] + self._install_alone(jobs)
         self.ranks.agree(self.blocks, refreshed, self.sites)
         return [index for index in refreshed if index in self.blocks]
 
@@ -353,8 +362,50 @@ class Preconditioner:
             self.notices.sketch(self.curvature.sketch, chosen.dims)
             U = self.samples.take(index, scale)
             self._check_sum(index, chosen, U, grads)
-            jobs[index] = self._job(index, chosen, U, damping, known.get(index))
+            U = self._whitened(index, U)
+            if chosen.rank:
+                jobs[index] = self._job(index, chosen, U, damping, known.get(index))
         return jobs
+
+    def _whitened(self, index: int, U: Operator) -> Operator:
+        """U in the coordinates of its base, which is renewed from it first."""
+        chosen = self.plans[index]
+        if chosen.base == "identity":
+            return U
+        previous, team = self._alike(index), self.ranks.team
+        with self.samples.timer(index):
+            self.renewed[index] = P = base.renewed(
+                None if previous is None else previous.base,
+                U,
+                kronecker=chosen.base == "kronecker",
+                power=float(self.curvature.power),
+                rank=chosen.base_rank,
+                decay=self.curvature.averaging,
+                generator=self._generator(index),
+                total=lambda sums: team.sum_(list(sums), "adding up a base") if team.pools and team.many else None,
+            )
+            return P.white(U) if chosen.rank else U
+
+    def _alike(self, index: int) -> Block | None:
+        """The block of before, if it is one of the same parameters in the same precision."""
+        previous, site = self.blocks.get(index), self.sites[index]
+        alike = previous is not None and self.covered[index] == self.samples.active[index]
+        return previous if alike and previous is not None and previous.gram.dtype == site.dtype else None
+
+    def _install_alone(self, jobs: Mapping[int, Job]) -> list[int]:
+        """Blocks that are a base and nothing else."""
+        alone = [index for index in self.renewed if index not in jobs]
+        for index in alone:
+            site, previous, P = self.sites[index], self._alike(index), self.renewed[index]
+            nothing = torch.zeros((), dtype=site.dtype, device=site.lead.device)
+            shape = site.shape(self.samples.active[index])
+            U = Merged.of(nothing.new_zeros(0, math.prod(shape)), shape)
+            new = U, Identity(), nothing.new_zeros(0, 0), nothing, self.curvature.relative_damping
+            pairs = None if previous is None else previous.renewed(*new, P)
+            write(pairs or [])
+            block = Block(*new, base=P, graft=self.curvature.grafts) if previous is None or pairs is None else previous
+            self._install(index, block)
+        return alone
 
     def _pooled_jobs(self, found: list[int], seen: Census, damping: Dampings) -> dict[int, Job]:
         """Of the samples of all ranks."""
@@ -367,7 +418,8 @@ class Preconditioner:
             if chosen.form == "plain":
                 self._take_plain(index, chosen.why)
         kept = {index: chosen for index, chosen in plans.items() if chosen.form != "plain"}
-        Us = self.ranks.pool(kept, self.samples, seen, self._scale, lambda index: partial(self._generator, index))
+        stream = lambda index: partial(self._generator, index)  # noqa: E731
+        Us = self.ranks.pool(kept, self.samples, seen, self._scale, stream, self._whitened)
         return {index: self._job(index, plans[index], U, damping, None) for index, U in Us.items()}
 
     @property
@@ -376,17 +428,15 @@ class Preconditioner:
         return 1.0 if self.own_batch or self.observer is not None else loss_scale()
 
     def _job(self, index: int, chosen: Plan, U: Operator, dampings: Dampings, known: Tensor | None) -> Job:
-        site, active = self.sites[index], self.samples.active[index]
+        site = self.sites[index]
         damping = site.damping(dampings)
-        previous = self.blocks.get(index)
-        # Only curvature of the same parameters in the same precision can be accumulated.
-        alike = previous is not None and self.covered[index] == active and previous.gram.dtype == site.dtype
         # Rounding a basis changes d by about 1e-4 of λ_max/λ; and an explicit form that is asked for is to be exact.
         harmless = not self.curvature.relative_damping or damping >= HALF_FROM
         harmless = harmless and self.curvature.form != "explicit" and self.curvature.blocks == "layer"
         half = self.half and site.dtype == torch.float32 and harmless
         timer = self.samples.timer(index)
-        return Job(U, chosen, damping, half, previous if alike else None, partial(self._generator, index), timer, known)
+        own = self._alike(index), partial(self._generator, index), timer, known
+        return Job(U, chosen, damping, half, *own, base=self.renewed.get(index), graft=self.curvature.grafts)
 
     def _install(self, index: int, block: Block) -> None:
         if index in self.blocks:
@@ -415,7 +465,7 @@ class Preconditioner:
 
     def _keep(self, site: Site, U: Operator) -> Operator:
         """What waits until step(): the smaller of columns and factors, or reduced factors where they are asked for."""
-        if not isinstance(U, Implicit | Windows):
+        if not isinstance(U, Implicit | Windows) or self.curvature.base == "kronecker":  # which is made from all of the factors
             return U
         size = site.active(), U.rank, U.samples
         if size not in self._waiting:
@@ -495,8 +545,9 @@ class Preconditioner:
                 continue
             block = unpack_block(site, active, entry["block"]) if len(on) == len(site.segments) else None
             if block is not None:
-                block.relative = self.curvature.relative_damping
-                self.blocks[index], self.covered[index] = block, active
+                block.relative, block.graft = self.curvature.relative_damping, self.curvature.grafts
+                if base.kept(block.base, self.curvature.base, self.curvature.power):
+                    self.blocks[index], self.covered[index] = block, active
         self.missed = missed or not self.blocks
         common = [self.steps, int(self.missed), hash(tuple(sorted(self.blocks))) % 2**62, len(self.owed)]
         if not self.ranks.loaded(common, self.sites[0].lead.device):

@@ -82,6 +82,7 @@ class Ranks:
         seen: Census,
         scale: float,
         generator: Callable[[int], Callable[[], torch.Generator]],
+        whiten: Callable[[int, Operator], Operator],
     ) -> dict[int, Operator]:
         """One U per site from the samples of all ranks, the same on each, or spread over them as the parameters are."""
         shares: dict[int, Share] = {}
@@ -90,8 +91,12 @@ class Ranks:
             active = samples.active.setdefault(index, site.active())
             have = samples.captured(index)
             U = samples.take(index, scale) if have else empty(site.shape(active), site.dtype, site.lead.device)
-            shares[index] = Share(U, seen.of(index), chosen.rank, generator(index))
+            U = whiten(index, U)
+            if chosen.rank:
+                shares[index] = Share(U, seen.of(index), chosen.rank, generator(index))
         out: dict[int, Operator] = {}
+        if not shares:
+            return out
         bases = pooled(self.team, list(shares.values()), self.curvature.sketch, seen.half)
         for index, Y in zip(shares, bases, strict=True):
             site, active = samples.sites[index], samples.active[index]
@@ -120,6 +125,7 @@ class Ranks:
             return
         tensors = {i: [blocks[i].gram, blocks[i].top] for i in refreshed}
         for i in refreshed:
+            tensors[i] += [] if (base := blocks[i].base) is None else base.tensors()
             tensors[i] += [] if sites[i].sharded else blocks[i].U.tensors()
         device = sites[0].lead.device
         sums = torch.stack([torch.stack([bits(t) for t in tensors[i]]).sum() for i in refreshed])

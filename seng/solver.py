@@ -72,6 +72,8 @@ class Solve:
         U = self.block.U
         if not isinstance(U, Windows) or not isinstance(self.block.omega, Identity) or U.dtype != torch.float32:
             return None
+        if self.block.base is not None or self.block.graft:
+            return None
         fine = all(p in grads and grads[p].dtype == torch.float32 for p in self.params)
         return (U, *(grads[p] for p in self.params)) if fine else None
 
@@ -305,7 +307,7 @@ def _item(s: Solve, core: Tensor) -> Item | None:
     """A block as the kernels take it; None where they cannot."""
     U = s.block.U
     plain = isinstance(s.block.omega, Identity) and all(segment.owner.kind.layout[0] in ROWS for segment in s.active)
-    if not plain or not isinstance(U, Merged | Explicit):
+    if not plain or not isinstance(U, Merged | Explicit) or s.block.base is not None or s.block.graft:
         return None
     h, n_G, _ = s.site.shape(s.active)
     pieces: list[Piece] = []

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from seng.base import Diagonal, Kronecker
+from seng.factor import Factor
 from seng.implicit import Implicit, Independent
 from seng.lookup import Lookup
 from seng.operators import HALF, Explicit, Merged
@@ -23,6 +25,7 @@ from seng.windows import Windows
 NESTED: tuple[type, ...] = (
     *(Explicit, Implicit, Independent, Lookup, Merged, Windows),
     *(Buckets, Dense, Identity, KroneckerSample, RowSample),
+    *(Diagonal, Factor, Kronecker),
 )
 TYPES = {t.__name__: t for t in NESTED}
 IS = "is"  # in every nested value, so that one without fields is there too
@@ -35,7 +38,7 @@ def pack(value: Any, device: torch.device) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for f in fields(value):
         entry = getattr(value, f.name)
-        if not f.init:
+        if not f.init or entry is None:
             continue
         if isinstance(entry, NESTED):
             out[f"{f.name}:{type(entry).__name__}"] = {IS: torch.ones(1, dtype=torch.bool, device=device)} | pack(entry, device)

@@ -53,3 +53,40 @@ def batch_norm_gradients(layer: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 def relative_error(got: Tensor, want: Tensor) -> float:
     got, want = got.detach(), want.detach()
     return float((got - want).norm() / want.norm().clamp_min(1e-300))
+
+
+def sides(layer: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """What a linear layer or a convolution saw and what came back, position by position: rows (h, N, n_A), (h, N, n_G)."""
+    if isinstance(layer, nn.Conv2d):
+        h = layer.groups
+        windows = nn.functional.unfold(a, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        A = windows.unflatten(1, (h, -1)).permute(1, 0, 3, 2).flatten(1, 2)
+        G = g.flatten(2).unflatten(1, (h, -1)).permute(1, 0, 3, 2).flatten(1, 2)
+    else:
+        A, G = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
+    return (A if layer.bias is None else torch.cat([A, torch.ones_like(A[..., :1])], 2)), G
+
+
+def normalised_power(C: Tensor, power: float, floor: float) -> Tensor:
+    """(C + floor·mean eigenvalue)^p, scaled to mean eigenvalue 1."""
+    e, V = torch.linalg.eigh(C)
+    e = (e.clamp_min(0) + floor * e.mean()) ** power
+    return V @ torch.diag(e / e.mean()) @ V.T
+
+
+def kronecker_metric(A: Tensor, G: Tensor, power: float, floor: float) -> Tensor:
+    """P (n, n) from the second moments C_A (h, n_A, n_A) and C_G (h, n_G, n_G), for vectors that stack matrices row by row."""
+    pairs = [[normalised_power(C, power, floor) for C in pair] for pair in zip(G, A, strict=True)]
+    return torch.block_diag(*(torch.kron(P_G, P_A) for P_G, P_A in pairs))
+
+
+def diagonal_metric(v: Tensor, power: float, floor: float) -> Tensor:
+    """diag(v)^p in the same way."""
+    e = (v + floor * v.mean()) ** power
+    return torch.diag(e / e.mean())
+
+
+def based_direction(M: Tensor, P: Tensor, g: Tensor, damping: float) -> Tensor:
+    """λ(M + λP)⁻¹g by a dense solve, λ relative to the largest eigenvalue of P^{-½}MP^{-½}."""
+    lam = damping * float(torch.linalg.eigvals(torch.linalg.solve(P, M)).real.max())
+    return lam * torch.linalg.solve(M + lam * P, g)

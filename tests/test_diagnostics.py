@@ -11,7 +11,18 @@ import seng
 from seng.diagnostics import Timer
 
 KEYS = {
-    *("form", "why", "columns", "bytes", "refreshed_at", "refresh_seconds", "top_eigenvalue", "effective_rank", "damping"),
+    *(
+        "form",
+        "base",
+        "why",
+        "columns",
+        "bytes",
+        "refreshed_at",
+        "refresh_seconds",
+        "top_eigenvalue",
+        "effective_rank",
+        "damping",
+    ),
     *("cosine", "norm_ratio", "sketch_error", "solves_failed", "refreshes_dropped"),
 }
 
@@ -138,7 +149,7 @@ def test_tensorboard_gets_every_refresh_in_one_line():
     opt.register_step_post_hook(seng.TensorBoard(writer))
     train(model, opt, 8)
     assert [step for step, _ in writer.scalars["seng/cosine/0"]] == [0, 3, 6]
-    numbers = KEYS - {"form", "why", "refreshed_at"}
+    numbers = KEYS - {"form", "base", "why", "refreshed_at"}
     assert set(writer.scalars) == {f"seng/{key}/{layer}" for key in numbers for layer in "01"}
 
 

@@ -1,0 +1,182 @@
+"""P, the metric that takes the place of I: (UUᵀ + λP)⁻¹ where the paper has (UUᵀ + λI)⁻¹.
+
+Low rank plus λI treats all that lies outside the span of U alike. P tells it apart, from the same captures:
+
+    Kronecker   P = P_G ⊗ P_A (X ↦ P_G X P_A), P_G = C_G^p, P_A = C_A^p with C_A = E Σ aaᵀ, C_G = E Σ ggᵀ     (`seng.factor`)
+    Diagonal    P = diag(v)^p with v = E u², the second moment of the per-sample gradients
+
+p = 1 is K-FAC's metric, p = 1/2 its square root (of the diagonal: Adam's). P is normalised to mean eigenvalue 1. All of
+`seng.block` happens in whitened coordinates, Ũ = P^{-½}U and g̃ = P^{-½}g:
+
+    λ(UUᵀ + λP)⁻¹g = P^{-½} λ(ŨŨᵀ + λI)⁻¹ g̃
+
+so that λ is relative to the top eigenvalue there, and λ → ∞ leaves P⁻¹g.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from seng.factor import FLOOR, Factor, Moment, Total, updated
+from seng.implicit import Implicit
+from seng.lookup import Lookup
+from seng.operators import HALF, Explicit, Merged, Operator, Shape, wide
+from seng.windows import Windows
+
+EXPONENTS = (-1.0, -0.5, 0.5)
+
+
+class Base(ABC):
+    """P, through its powers."""
+
+    weights: dict[float, tuple[Tensor, ...]]
+    power: float
+
+    @abstractmethod
+    def times(self, X: Tensor, exponent: float) -> Tensor:
+        """P^exponent X of X (…, h, n_G, n_A), for one of EXPONENTS."""
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
+
+    @abstractmethod
+    def white(self, U: Operator) -> Operator:
+        """P^{-½}U."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def vector(self, z: Tensor, shape: Shape, exponent: float) -> Tensor:
+        """P^exponent z of z (n,)."""
+        return self.times(z.view(shape), exponent).reshape(-1)
+
+    def basis(self, U: Merged, exponent: float) -> Merged:
+        """P^exponent U of a basis, in the precision that it has."""
+        Y = self.times(U.Y.to(U.dtype).unflatten(1, U.shape), exponent).flatten(1)
+        return Merged.of(Y, U.shape, U.Y.dtype in HALF).scaled(U.scale)
+
+
+@dataclass(frozen=True)
+class Kronecker(Base):
+    """P_G ⊗ P_A."""
+
+    G: Factor
+    A: Factor
+    power: float
+
+    def __post_init__(self) -> None:
+        """P_G^e = c_G(I + V_G diag(w_G) V_Gᵀ) and so for A: w_G (h, r, 1), w_A (h, 1, r) and c = c_G·c_A (h, 1, 1)."""
+        weights = {}
+        sides = [(f, *f.eigenvalues(self.power)) for f in (self.G, self.A)]
+        for exponent in EXPONENTS:
+            (w_G, c_G), (w_A, c_A) = (_relative(f, kept**exponent, others**exponent) for f, kept, others in sides)
+            weights[exponent] = w_G[:, :, None], w_A[:, None, :], (c_G * c_A)[:, None, None]
+        object.__setattr__(self, "weights", weights)
+
+    def times(self, X: Tensor, exponent: float) -> Tensor:
+        w_G, w_A, c = self.weights[exponent]
+        X = X + self.G.V @ (w_G * (self.G.V.mT @ X))
+        return c * (X + ((X @ self.A.V) * w_A) @ self.A.V.mT)
+
+    def tensors(self) -> list[Tensor]:
+        kept = [t for f in (self.G, self.A) for t in (f.V, f.s, f.rest)]
+        return kept + [t for exponent in EXPONENTS for t in self.weights[exponent]]
+
+    def white(self, U: Operator) -> Operator:
+        """Of factors G_i → P_G^{-½}G_i and A_i → P_A^{-½}A_i; column by column where these are fewer numbers."""
+        _, n_G, n_A = U.shape
+        if isinstance(U, Implicit | Windows) and U.rank * (n_G + n_A) < n_G * n_A:
+            factors = U.implicit() if isinstance(U, Windows) else U
+            w_G, w_A, c = self.weights[-0.5]
+            G = _along(factors.G, self.G.V, w_G, c)
+            return Implicit(G, _along(factors.A, self.A.V, w_A.mT, torch.ones_like(c)))
+        return _columns(self, U)
+
+
+@dataclass(frozen=True)
+class Diagonal(Base):
+    """diag(v)^p, normalised."""
+
+    v: Tensor  # (n,)
+    power: float
+
+    def __post_init__(self) -> None:
+        mean = self.v.mean()
+        P = (self.v / torch.where(mean > 0, mean, 1) + FLOOR) ** self.power
+        object.__setattr__(self, "weights", {exponent: ((P / P.mean()) ** exponent,) for exponent in EXPONENTS})
+
+    def times(self, X: Tensor, exponent: float) -> Tensor:
+        return X * self.weights[exponent][0].view(X.shape[-3:])
+
+    def tensors(self) -> list[Tensor]:
+        return [self.v, *(self.weights[exponent][0] for exponent in EXPONENTS)]
+
+    def white(self, U: Operator) -> Operator:
+        if not isinstance(U, Lookup):
+            return _columns(self, U)
+        rows = self.weights[-0.5][0].view(U.shape)[0][U.tokens]
+        return replace(U, G=(U.G * rows).to(U.G.dtype))
+
+
+def _relative(factor: Factor, kept: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """w and c of c(I + V diag(w) Vᵀ); of a whole V there are no others, and c is 1."""
+    others = torch.ones_like(others) if factor.whole else others
+    return kept / others[:, None] - 1, others
+
+
+def _along(X: Tensor, V: Tensor, w: Tensor, c: Tensor) -> Tensor:
+    """c(I + V diag(w) Vᵀ) along dimension 2 of X (ϱ, h, n, r), in X's precision."""
+    rows = X.permute(1, 2, 0, 3).flatten(2).to(V.dtype)  # (h, n, ϱr)
+    rows = c * (rows + V @ (w * (V.mT @ rows)))
+    out: Tensor = rows.unflatten(2, (X.shape[0], X.shape[3])).permute(2, 0, 1, 3).to(X.dtype)
+    return out
+
+
+def _columns(base: Base, U: Operator) -> Operator:
+    if isinstance(U, Merged):
+        return base.basis(U, -0.5)
+    X = U.explicit().U.T  # (ϱ, n)
+    return Explicit(base.times(X.to(wide(X.dtype)).unflatten(1, U.shape), -0.5).flatten(1).T, U.shape)
+
+
+def renewed(
+    old: Base | None, U: Operator, *, kronecker: bool, power: float, rank: int, decay: float, generator: Any, total: Total
+) -> Kronecker | Diagonal:
+    """P after another refresh, from the captured U of this rank; `total` adds up over ranks."""
+    if not kronecker:
+        v = U.row_norms()
+        total([v])
+        known = isinstance(old, Diagonal) and old.v.shape == v.shape
+        before = cast(Diagonal, old).v if known else v
+        return Diagonal(torch.where(v.isfinite().all(), decay * before + (1 - decay) * v, before if known else 0), power)
+    assert isinstance(U, Implicit | Windows)
+    factors = U.implicit() if isinstance(U, Windows) else U
+
+    def factor(side: Tensor, before: Factor | None) -> Factor:
+        X = side.permute(1, 2, 0, 3).flatten(2)  # (h, n, ϱr)
+        alike = before is not None and before.V.shape == (*X.shape[:2], min(rank, X.shape[1]))
+        return updated(before if alike else None, Moment(X, total), rank, decay, generator)
+
+    G, A = (old.G, old.A) if isinstance(old, Kronecker) else (None, None)
+    return Kronecker(factor(factors.G, G), factor(factors.A, A), power)
+
+
+def numbers(shape: Shape, kronecker: bool, rank: int) -> int:
+    """How many are kept of one layer's P, nearly."""
+    h, n_G, n_A = shape
+    return h * (n_G * min(rank, n_G) + n_A * min(rank, n_A)) if kronecker else (1 + len(EXPONENTS)) * math.prod(shape)
+
+
+def kept(base: Base | None, metric: str, power: float) -> bool:
+    """Whether what was loaded is what is asked for now."""
+    if base is None or metric == "identity":
+        return base is None and metric == "identity"
+    return (metric == "kronecker" or isinstance(base, Diagonal)) and base.power == power

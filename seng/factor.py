@@ -1,0 +1,124 @@
+"""One side of a layer's Kronecker metric: C = E Σ xxᵀ over samples and positions, (h, n, n), as a running average.
+
+Kept as C ≈ V diag(s) Vᵀ + rest·(I − VVᵀ) with r orthonormal columns V; all of C where r = n. A refresh turns V a little towards
+the leading directions of δC + (1 − δ)C_new by a range finder that starts from V, so that nothing of size n³ is worked out, and
+nothing of size n² is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from seng.numerics import OVERSAMPLE, eigh, orthonormal, widest
+from seng.operators import product, wide
+
+FLOOR = 0.01  # of the mean eigenvalue, added to all: inputs that are never active would be stepped along without bound
+ITERATIONS = 3  # of the first range finder; later ones start from the last V
+GRAM = 8192  # columns up to which a batch's xxᵀ is worked out once, for a moment, in place of twice an iteration
+
+Total = Callable[[Sequence[Tensor]], None]  # adds up over ranks, in place
+
+
+@dataclass(frozen=True)
+class Factor:
+    """C, or what is kept of it."""
+
+    V: Tensor  # (h, n, r)
+    s: Tensor  # (h, r), descending
+    rest: Tensor  # (h,): the mean of the eigenvalues that V does not have
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of C is left out."""
+        return self.V.shape[2] == self.V.shape[1]
+
+    @property
+    def trace(self) -> Tensor:
+        _, n, r = self.V.shape
+        return self.s.sum(1) + (n - r) * self.rest
+
+    def times(self, Z: Tensor) -> Tensor:
+        """CZ of Z (h, n, w)."""
+        return self.rest[:, None, None] * Z + self.V @ ((self.s - self.rest[:, None])[:, :, None] * (self.V.mT @ Z))
+
+    def eigenvalues(self, power: float) -> tuple[Tensor, Tensor]:
+        """Those of (C + floor)^power, V's (h, r) and all others' (h,), with mean 1; all of them 1 where C is zero."""
+        _, n, r = self.V.shape
+        mean = self.trace[:, None] / n
+        mean = torch.where(mean > 0, mean, 1)
+        kept, others = (self.s / mean + FLOOR) ** power, (self.rest / mean[:, 0] + FLOOR) ** power
+        scale = (kept.sum(1) + (n - r) * others) / n
+        return kept / scale[:, None], others / scale
+
+
+@dataclass(frozen=True)
+class Moment:
+    """XXᵀ of X (h, n, N), over the samples of all ranks."""
+
+    X: Tensor
+    total: Total
+
+    @cached_property
+    def trace(self) -> Tensor:
+        trace = self.X.to(wide(self.X.dtype)).square().sum((1, 2))
+        self.total([trace])
+        return trace
+
+    @cached_property
+    def _local(self) -> Tensor:
+        return product(self.X, self.X.mT)
+
+    def dense(self) -> Tensor:
+        """All of it."""
+        K = self._local.clone()
+        self.total([K])
+        return K
+
+    def times(self, Z: Tensor) -> Tensor:
+        """XXᵀZ of Z (h, n, w)."""
+        if self.X.shape[1] <= GRAM:
+            out = self._local @ Z
+        else:
+            out = product(self.X, product(self.X.mT, Z.to(self.X.dtype)).to(self.X.dtype))
+        self.total([out])
+        return out
+
+
+def updated(old: Factor | None, seen: Moment, rank: int, decay: float, generator: torch.Generator) -> Factor:
+    """δC + (1 − δ)XXᵀ, at most `rank` of its leading directions; XXᵀ itself where there is nothing yet.
+
+    Where XXᵀ is not finite, C stays as it is.
+    """
+    dtype = wide(seen.X.dtype)
+    h, n, _ = seen.X.shape
+    fine = seen.trace.isfinite()[:, None, None]
+    keep = torch.where(fine, decay if old is not None else 0.0, 1.0)
+    new = torch.where(fine, 1 - decay if old is not None else 1.0, 0.0)
+
+    def mixed(before: Tensor | float, now: Tensor) -> Tensor:
+        return keep * before + new * torch.where(fine, now, 0)
+
+    if rank >= n:
+        C = mixed(
+            0.0 if old is None else old.times(torch.eye(n, dtype=dtype, device=seen.X.device).expand(h, n, n)), seen.dense()
+        )
+        s, V = eigh(C)
+        return Factor(V, s, torch.zeros_like(s[:, 0]))
+
+    def times(Z: Tensor) -> Tensor:
+        return mixed(0.0 if old is None else old.times(Z), seen.times(Z)).to(widest(Z))
+
+    spare = min(n, rank + OVERSAMPLE) - (0 if old is None else old.V.shape[2])
+    Z = torch.randn(h, n, spare, generator=generator, dtype=dtype, device=seen.X.device)
+    Z = Z if old is None else torch.cat([old.V, Z], 2)
+    for _ in range(ITERATIONS if old is None else 1):
+        Z = orthonormal(orthonormal(times(Z))).to(dtype)
+    s, W = eigh(Z.mT @ times(Z).to(dtype))
+    s, V = s[:, :rank], Z @ W[:, :, :rank]
+    trace = mixed(0.0 if old is None else old.trace[:, None, None], seen.trace[:, None, None])[:, 0, 0]
+    return Factor(V, s, ((trace - s.sum(1)) / (n - rank)).clamp_min(0))
