@@ -39,6 +39,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name in ("lr", "momentum", "weight_decay"):
         check_number(name, group[name])
     check_number("damping", group["damping"], positive=True)
+    if not isinstance(group.get("orthogonal", False), bool):
+        raise TypeError(f"orthogonal is True or False, not {group['orthogonal']!r}")
     if group["nesterov"] and group["momentum"] <= 0:
         raise ValueError("nesterov needs a momentum above 0")
 

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd
 
+from seng import orthogonal as orthogonal_step
 from seng.checks import check_group, check_number, check_options
 from seng.curvature import Curvature, Units
 from seng.distributed import team_of
 from seng.notices import warn
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
+from seng.replay import directly
 from seng.solver import Quick, Ready
 from seng.state import nested
 
@@ -28,9 +30,10 @@ class SENG(Optimizer):
     """Sketchy empirical natural gradient descent.
 
     `params` is a module, parameters or param groups; with the latter two, `module` says where the layers are. An SGD recipe's
-    lr and weight_decay are the place to start. `lr`, `momentum`, `nesterov`, `weight_decay`, `damping` and `maximize` live in
-    the param groups; a layer takes the damping of its weight's group. The defaults of damping (relative
-    to each layer's largest eigenvalue) and refresh_every, and why: docs/tuning.md.
+    lr and weight_decay are the place to start. `lr`, `momentum`, `nesterov`, `weight_decay`, `damping`, `maximize` and
+    `orthogonal` live in the param groups; a layer takes the damping of its weight's group. The defaults of damping (relative
+    to each layer's largest eigenvalue) and refresh_every, and why: docs/tuning.md. With `orthogonal`, layers step by the polar
+    factor of their momentum, as Muon does: seng/orthogonal.py.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class SENG(Optimizer):
         strategy: str | None = None,
         strict: bool = False,
         maximize: bool = False,
+        orthogonal: bool = False,
     ) -> None:
         if isinstance(params, nn.Module):
             if module is not None and module is not params:
@@ -66,6 +70,7 @@ class SENG(Optimizer):
             "weight_decay": weight_decay,
             "damping": damping,
             "maximize": maximize,
+            "orthogonal": orthogonal,
         }
         check_group(defaults)
         self._units = units
@@ -74,8 +79,13 @@ class SENG(Optimizer):
             Preconditioner, curvature=curvature, refresh_every=refresh_every, units=units, strict=strict, strategy=strategy
         )
         self._module = module
+        if module is None and any(group["orthogonal"] for group in self.param_groups):
+            raise ValueError(
+                "orthogonal=True is about the layers' matrices: write SENG(model, …), or module=model beside parameters"
+            )
         if module is not None:
             self.preconditioner = self._engine(module, self._params())
+            self._check_whole()
         elif strict:
             raise ValueError("strict=True: no module was given, so every parameter would take the plain gradient")
         else:
@@ -83,6 +93,14 @@ class SENG(Optimizer):
                 "no module was given, so every parameter takes the plain gradient and this is SGD; "
                 "write SENG(model, …), or module=model beside your parameters"
             )
+
+    def _check_whole(self) -> None:
+        if self.preconditioner is not None and self.preconditioner.spread and self._orthogonal:
+            raise ValueError("orthogonal=True needs whole matrices, and these parameters are spread over ranks: leave it out")
+
+    @property
+    def _orthogonal(self) -> bool:
+        return any(group["orthogonal"] for group in self.param_groups)
 
     def _forget_step(self) -> None:
         """What is kept from step to step to save time."""
@@ -100,6 +118,7 @@ class SENG(Optimizer):
         if self.preconditioner is not None:
             try:
                 self.preconditioner.cover(self._params())
+                self._check_whole()
             except ValueError:
                 self.param_groups.pop()
                 raise
@@ -124,7 +143,8 @@ class SENG(Optimizer):
         grads, damping, ready = self._ready(traced)
         directions = dict(grads)
         averages = self.preconditioner is not None and self.preconditioner.ranks.averaging is not None
-        if ready.grouped is not None and self._units == "sgd" and self._plain_lr() and not averages:
+        by_kernels = ready.grouped is not None and self._units == "sgd" and not averages and not self._orthogonal
+        if by_kernels and self._plain_lr():
             directions = self._update_grouped(ready, grads)
         elif self.preconditioner is not None:
             directions = self.preconditioner.directions(grads, damping, ready)
@@ -136,9 +156,15 @@ class SENG(Optimizer):
         return loss
 
     def _update(self, directions: dict[nn.Parameter, Tensor]) -> None:
-        if directions:
-            for group in self.param_groups:
-                update(self.state, group, [p for p in group["params"] if p in directions], directions)
+        for group in self.param_groups if directions else ():
+            params = [p for p in group["params"] if p in directions]
+            if group["orthogonal"] and self.preconditioner is not None:
+                matrices = orthogonal_step.matrices_of(self.preconditioner.sites, params)
+                run = directly if torch.compiler.is_compiling() else self.preconditioner.replay
+                orthogonal_step.update(self.state, group, matrices, directions, run)
+                taken = {s.param for _, active in matrices for s in active}
+                params = [p for p in params if p not in taken]
+            update(self.state, group, params, directions)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _untraced(self) -> None:
@@ -160,7 +186,7 @@ class SENG(Optimizer):
             return grads, damping, Ready()
         for p in self.preconditioner.trained:  # state_dict fills it in; torch.distributed.checkpoint looks here for the name
             self.state[p].setdefault("seng", {})
-        return grads, damping, self.preconditioner.ready(grads, damping, updates=True, traced=traced)
+        return grads, damping, self.preconditioner.ready(grads, damping, updates=not self._orthogonal, traced=traced)
 
     def _dampings(self) -> dict[nn.Parameter, float]:
         """Each parameter's damping; the same object until one changes."""
@@ -201,6 +227,7 @@ class SENG(Optimizer):
         assert engine is not None and quick is not None
         grads = [p.grad for p in quick.ready.params]
         same = engine.keeps(quick.ready, self._dampings()) and self._plain_lr() and quick.groups is self.param_groups
+        same = same and not self._orthogonal
         given = sum(p.grad is not None for group in self.param_groups for p in group["params"])
         same = same and given == len(grads) and [*map(id, self.state.values())] == quick.entries
         if not same or any(g is None for g in grads):

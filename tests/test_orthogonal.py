@@ -1,0 +1,197 @@
+"""Steps by the polar factor of the momentum: seng/orthogonal.py."""
+
+import copy
+
+import naive
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seng
+from seng.orthogonal import polar
+
+F64 = torch.float64
+OFF = 1e14  # a damping that leaves the gradient as it is
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 6, 2, groups=2, bias=False)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(54, 3)).to(F64)
+
+
+def data(seed: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 2, 4, 4, generator=draw, dtype=F64), torch.randn(8, 3, generator=draw, dtype=F64)
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for i in range(steps):
+        x, target = data(i % 2)
+        opt.zero_grad()
+        loss = naive.loss_of(model(x), target)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+def exact(X: Tensor) -> Tensor:
+    U, _, Vh = torch.linalg.svd(X, full_matrices=False)
+    return U @ Vh
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 9), (2, 9, 5), (1, 4, 4), (2, 1, 7)])
+def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, ...]) -> None:
+    X = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(0))
+    got = polar(X)
+    values = torch.linalg.svdvals(got)
+    assert values.min() > 0.6 and values.max() < 1.25
+    aligned = exact(X).mT @ got  # symmetric where the singular vectors are the same ones
+    torch.testing.assert_close(aligned, aligned.mT, atol=1e-9, rtol=0)
+    assert torch.equal(polar(torch.zeros(1, 3, 4)), torch.zeros(1, 3, 4))
+
+
+def test_the_scale_of_a_matrix_does_not_matter() -> None:
+    X = torch.randn(1, 4, 6, dtype=F64)
+    torch.testing.assert_close(polar(X), polar(1e-20 * X))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_step_is_the_formula(nesterov: bool) -> None:
+    """Two steps of one layer: momentum as torch has it, weight and bias one matrix, as long as the momentum, decay apart."""
+    layer = nn.Linear(5, 3).to(F64)
+    W = torch.cat([layer.weight, layer.bias[:, None]], 1).detach().clone()
+    opt = seng.SENG(layer, 0.1, momentum=0.8, nesterov=nesterov, weight_decay=0.01, damping=OFF, orthogonal=True)
+    m = torch.zeros_like(W)
+    for i in range(2):
+        x, target = torch.randn(7, 5, dtype=F64), torch.randn(7, 3, dtype=F64)
+        opt.zero_grad()
+        naive.loss_of(layer(x), target).backward()
+        g = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
+        m = 0.8 * m + g
+        along = g + 0.8 * m if nesterov else m
+        Q = polar(along[None])[0]
+        W = W - 0.1 * (Q * along.norm() / Q.norm() + 0.01 * W)
+        opt.step()
+        got = torch.cat([layer.weight, layer.bias[:, None]], 1)
+        assert naive.relative_error(got, W) < 1e-9, i
+
+
+def test_what_is_no_matrix_steps_as_sgd() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 2)).to(F64)
+    twin = copy.deepcopy(model)
+    opt = seng.SENG(model, 0.1, momentum=0.9, weight_decay=0.1, damping=OFF, orthogonal=True)
+    sgd = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    x, target = torch.randint(5, (6, 3)), torch.randn(6, 3, 2, dtype=F64)
+    for m, o in ((model, opt), (twin, sgd)):
+        naive.loss_of(m(x), target).backward()
+        o.step()
+    same = [torch.allclose(p, q, rtol=1e-9) for p, q in zip(model.parameters(), twin.parameters(), strict=True)]
+    assert same == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "curvature", [seng.Curvature(), seng.Curvature(base="kronecker"), seng.Curvature(base="kronecker", rank=0)]
+)
+def test_it_trains_with_every_base(curvature: seng.Curvature) -> None:
+    model = network()
+    opt = seng.SENG(model, 0.5, refresh_every=3, curvature=curvature, orthogonal=True)
+    losses = train(model, opt, 60)
+    assert sum(losses[-2:]) < sum(losses[:2]) - 0.08  # nearly all that there is to gain
+
+
+def test_groups_choose_and_may_share_a_layer() -> None:
+    """A bias in a group of its own, without decay, takes SGD's step; the weight's matrix then goes without it."""
+    model, sgd_model = network(), network()
+    bias = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    rest = [p for p in model.parameters() if all(p is not b for b in bias)]
+    groups = [{"params": rest, "orthogonal": True}, {"params": bias, "weight_decay": 0.0}]
+    opt = seng.SENG(groups, 0.1, module=model, damping=OFF)
+    sgd = torch.optim.SGD(sgd_model.parameters(), 0.1, momentum=0.9)
+    train(model, opt, 1)
+    train(sgd_model, sgd, 1)
+    pairs = dict(zip(dict(model.named_parameters()), zip(model.parameters(), sgd_model.parameters(), strict=True), strict=True))
+    for name, (p, q) in pairs.items():
+        assert torch.allclose(p, q, rtol=1e-9) == (name.endswith("bias") or name.startswith("1.")), name
+
+
+def test_maximize_and_a_tensor_lr() -> None:
+    plain, other = network(), network()
+    train(plain, seng.SENG(plain, 0.02, orthogonal=True), 5)
+    opt = seng.SENG(other, torch.tensor(0.02, dtype=F64), orthogonal=True, maximize=True)
+    for i in range(5):
+        x, target = data(i % 2)
+        opt.zero_grad()
+        (-naive.loss_of(other(x), target)).backward()
+        opt.step()
+    for p, q in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_state_goes_on_and_old_checkpoints_load() -> None:
+    model = network()
+    opt = seng.SENG(model, 0.02, refresh_every=2, orthogonal=True)
+    train(model, opt, 3)
+    other = network()
+    other.load_state_dict(model.state_dict())
+    twin = seng.SENG(other, 0.02, refresh_every=2, orthogonal=True)
+    state = copy.deepcopy(opt.state_dict())
+    twin.load_state_dict(state)
+    train(model, opt, 4)
+    train(other, twin, 4)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    for group in state["param_groups"]:
+        del group["orthogonal"]
+    twin.load_state_dict(state)
+    assert twin.param_groups[0]["orthogonal"] is True
+
+
+def test_it_can_be_switched_while_training() -> None:
+    model = network()
+    opt = seng.SENG(model, 0.02)
+    train(model, opt, 3)
+    opt.param_groups[0]["orthogonal"] = True
+    before = copy.deepcopy(model)
+    train(model, opt, 1)
+    moved = (before[5].weight - model[5].weight).detach()
+    values = torch.linalg.svdvals(torch.cat([moved, (before[5].bias - model[5].bias).detach()[:, None]], 1))
+    assert values.max() / values.min() < 2
+
+
+def test_a_compiled_step_is_the_same() -> None:
+    model, other = network(), network()
+    train(model, seng.SENG(model, 0.02, refresh_every=4, orthogonal=True), 6)
+    opt = seng.SENG(other, 0.02, refresh_every=4, orthogonal=True)
+    step = torch.compile(opt.step, backend="eager")
+    for i in range(6):
+        x, target = data(i % 2)
+        opt.zero_grad()
+        naive.loss_of(other(x), target).backward()
+        step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="about the layers' matrices"):
+        seng.SENG(network().parameters(), 0.1, orthogonal=True)
+    with pytest.raises(TypeError, match="orthogonal is True or False"):
+        seng.SENG(network(), 0.1, orthogonal="yes")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_steps_as_a_cpu_does() -> None:
+    """In float64, where nothing is rounded to bfloat16; ten steps, so that the recording is replayed."""
+    model = network()
+    other = copy.deepcopy(model).cuda()
+    train(model, seng.SENG(model, 0.02, refresh_every=4, orthogonal=True), 10)
+    opt = seng.SENG(other, 0.02, refresh_every=4, orthogonal=True)
+    for i in range(10):
+        x, target = (t.cuda() for t in data(i % 2))
+        opt.zero_grad()
+        naive.loss_of(other(x), target).backward()
+        opt.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q.cpu(), rtol=1e-6, atol=1e-9)
