@@ -5,7 +5,7 @@ python benchmarks/small_race.py sgd muon --out some.json                      # 
 
 10,000 training and 5,000 test images, shifted and mirrored; six convolutions with BatchNorm (one residual block) and a linear
 layer; batch 128, four epochs, 15 % warm-up, then cosine. Each contender's lr is the best of three by training loss with seed
-100; its row is then the mean over two other seeds. The rows are kept as they come: the same command goes on after an interruption.
+100; its row is then the mean over two other seeds. Runs are kept as they come: the same command goes on after an interruption.
 """
 
 import json

@@ -1,6 +1,6 @@
 """SENG: sketchy empirical natural gradient descent for PyTorch."""
 
-from seng import layers, schedules, sketch
+from seng import layers, presets, schedules, sketch
 from seng.attach import Attachment, attach
 from seng.curvature import Curvature
 from seng.diagnostics import TensorBoard
@@ -24,6 +24,7 @@ __all__ = [
     "expect_curvature",
     "explain",
     "layers",
+    "presets",
     "schedules",
     "sketch",
 ]

@@ -160,13 +160,15 @@ def renewed(
     assert isinstance(U, Implicit | Windows)
     factors = U.implicit() if isinstance(U, Windows) else U
 
-    def factor(side: Tensor, before: Factor | None) -> Factor:
-        X = side.permute(1, 2, 0, 3).flatten(2)  # (h, n, ϱr)
-        alike = before is not None and before.V.shape == (*X.shape[:2], min(rank, X.shape[1]))
-        return updated(before if alike else None, Moment(X, total), rank, decay, generator)
+    seen = [Moment(side.permute(1, 2, 0, 3).flatten(2), total) for side in (factors.G, factors.A)]  # of X (h, n, ϱr)
+    fine = seen[0].trace.isfinite() & seen[1].trace.isfinite()  # both sides or none
+
+    def factor(side: Moment, before: Factor | None) -> Factor:
+        alike = before is not None and before.V.shape == (*side.X.shape[:2], min(rank, side.X.shape[1]))
+        return updated(before if alike else None, side, rank, decay, generator, fine)
 
     G, A = (old.G, old.A) if isinstance(old, Kronecker) else (None, None)
-    return Kronecker(factor(factors.G, G), factor(factors.A, A), power)
+    return Kronecker(factor(seen[0], G), factor(seen[1], A), power)
 
 
 def numbers(shape: Shape, kronecker: bool, rank: int) -> int:

@@ -73,13 +73,15 @@ class Curvature:
                     "fisher='empirical' takes the loss that is trained"
                 )
         _one_of("base", self.base, get_args(Metric))
-        if self.rank is not None and not (self.rank == 0 and self.base != "identity"):
+        if self.rank is not None and not (type(self.rank) is int and self.rank == 0 and self.base != "identity"):
             _positive_int("rank", self.rank)  # with a base, 0 leaves P alone
         _positive_int("base_rank", self.base_rank)
         if isinstance(self.power, bool) or not (isinstance(self.power, int | float) and 0 < self.power <= 1):
             raise ValueError(f"Curvature: power is the p of C^p, above 0 and at most 1, not {self.power!r}")
-        if self.graft not in (None, True, False):
+        if not (self.graft is None or isinstance(self.graft, bool)):
             raise ValueError(f"Curvature: graft is True, False or None, not {self.graft!r}")
+        if self.graft and self.blocks == "network":
+            raise ValueError("Curvature: graft=True gives each layer its gradient's length; use blocks='layer' with it")
         if self.base != "identity" and (self.blocks == "network" or self.combine == "independent"):
             asked = "blocks='network'" if self.blocks == "network" else "combine='independent'"
             raise ValueError(f"Curvature: base={self.base!r} is a metric of each layer's own; {asked} has base='identity' only")

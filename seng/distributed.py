@@ -252,6 +252,6 @@ def check_weights(team: Team, params: Sequence[Tensor]) -> None:
 
 def bits(t: Tensor) -> Tensor:
     """A number () that tells tensors apart that differ anywhere, but for the rare case; whatever the order of summation."""
-    flat = t.contiguous().view(-1).view(torch.uint8)
+    flat = t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)  # a single number may have any stride
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0 else flat
     return words.sum(dtype=torch.int64)

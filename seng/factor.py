@@ -89,16 +89,18 @@ class Moment:
         return out
 
 
-def updated(old: Factor | None, seen: Moment, rank: int, decay: float, generator: torch.Generator) -> Factor:
+def updated(
+    old: Factor | None, seen: Moment, rank: int, decay: float, generator: torch.Generator, fine: Tensor | None = None
+) -> Factor:
     """δC + (1 − δ)XXᵀ, at most `rank` of its leading directions; XXᵀ itself where there is nothing yet.
 
-    Where XXᵀ is not finite, C stays as it is.
+    Where XXᵀ is not finite, or not `fine` (h,), C stays as it is.
     """
     dtype = wide(seen.X.dtype)
     h, n, _ = seen.X.shape
-    fine = seen.trace.isfinite()[:, None, None]
-    keep = torch.where(fine, decay if old is not None else 0.0, 1.0)
-    new = torch.where(fine, 1 - decay if old is not None else 1.0, 0.0)
+    fine = (seen.trace.isfinite() if fine is None else fine)[:, None, None]
+    new = (1 - decay if old is not None else 1.0) * fine.to(dtype)
+    keep = 1 - new
 
     def mixed(before: Tensor | float, now: Tensor) -> Tensor:
         return keep * before + new * torch.where(fine, now, 0)

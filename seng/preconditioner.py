@@ -107,10 +107,11 @@ class Preconditioner:
                 f"fisher={curvature.fisher!r}, blocks={curvature.blocks!r}: on several ranks only fisher='empirical' with "
                 "blocks='layer' runs"
             )
-        if curvature.base != "identity" and (self.ranks.averaging is not None or self.spread):
+        if (curvature.base != "identity" or curvature.grafts) and (self.ranks.averaging is not None or self.spread):
+            asked = f"base={curvature.base!r}" if curvature.base != "identity" else "graft=True"
             raise ValueError(
-                f"base={curvature.base!r} needs whole layers and one curvature for all ranks: use strategy='shared' with whole "
-                "parameters, or base='identity'"
+                f"{asked} needs whole layers and one curvature for all ranks: use strategy='shared' with whole parameters, "
+                "or base='identity' without graft"
             )
 
     def cover(self, params: Iterable[nn.Parameter]) -> None:

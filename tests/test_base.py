@@ -37,13 +37,20 @@ def batch(layer: nn.Module, shape: tuple[int, ...], seed: int) -> tuple[Tensor, 
 
 
 def moments(layer: nn.Module, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """C_A, C_G, M and E u² of a layer on one batch, and the gradient: all of the layer's vectors as (h, n_G, n_A), row by row."""
+    """C_A, C_G, M and E u² of a layer on one batch, and the gradient: vectors are (h, n_G, n_A), row by row."""
     out = layer(x)
     (g,) = torch.autograd.grad(naive.loss_of(out, target), out, retain_graph=True)
     A, G = naive.sides(layer, x, len(x) * g)
     u = together(layer, naive.per_sample_gradients(layer, x, target))
     grad = together(layer, naive.flat(torch.autograd.grad(naive.loss_of(out, target), list(layer.parameters())))[None])[0]
     return A.mT @ A, G.mT @ G, naive.fisher(u), u.square().mean(0), grad
+
+
+def metric(base: str, C_A: Tensor, C_G: Tensor, v: Tensor, power: float) -> Tensor:
+    """P, dense."""
+    if base == "kronecker":
+        return naive.kronecker_metric(C_A, C_G, power, FLOOR)
+    return naive.diagonal_metric(v, power, FLOOR)
 
 
 def together(layer: nn.Module, rows: Tensor) -> Tensor:
@@ -75,10 +82,7 @@ def test_each_base_gives_the_dense_direction(kind: str, base: str, power: float,
     curvature = seng.Curvature(form, base=base, power=power, rank=1000, decay=0, graft=False)
     opt = seng.SENG(layer, lr=1.0, momentum=0.0, damping=0.03, curvature=curvature)
     C_A, C_G, M, v, g = moments(layer, x, target)
-    if base == "kronecker":
-        P = naive.kronecker_metric(C_A, C_G, power, FLOOR)
-    else:
-        P = naive.diagonal_metric(v, power, FLOOR)
+    P = metric(base, C_A, C_G, v, power)
     want = naive.based_direction(M, P, g, 0.03)
     assert naive.relative_error(step(opt, layer, x, target), want) < 1e-9
 
@@ -96,10 +100,7 @@ def test_averaged_curvature_is_carried_over_to_the_new_coordinates(kind: str, ba
         *new, g = moments(layer, x, target)
         mean = [0.7 * a + 0.3 * b for a, b in zip(mean, new, strict=True)] if mean else new
         C_A, C_G, M, v = mean
-        if base == "kronecker":
-            P = naive.kronecker_metric(C_A, C_G, 0.5, FLOOR)
-        else:
-            P = naive.diagonal_metric(v, 0.5, FLOOR)
+        P = metric(base, C_A, C_G, v, 0.5)
         want = naive.based_direction(M, P, g, 0.03)
         assert naive.relative_error(step(opt, layer, x, target), want) < 1e-9
 
@@ -110,7 +111,7 @@ def test_without_low_rank_it_is_the_inverse_of_p(base: str) -> None:
     x, target = batch(layer, (2, 5, 4), 1)
     opt = seng.SENG(layer, 1.0, momentum=0.0, curvature=seng.Curvature(base=base, rank=0, decay=0, graft=False))
     C_A, C_G, _, v, g = moments(layer, x, target)
-    P = naive.kronecker_metric(C_A, C_G, 0.5, FLOOR) if base == "kronecker" else naive.diagonal_metric(v, 0.5, FLOOR)
+    P = metric(base, C_A, C_G, v, 0.5)
     assert naive.relative_error(step(opt, layer, x, target), torch.linalg.solve(P, g)) < 1e-9
     numbers = opt.diagnostics()["Conv2d"]
     assert numbers["columns"] == 0 and numbers["base"] == base

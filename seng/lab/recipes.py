@@ -5,7 +5,7 @@ Adam, AdamW and Muon of torch; our K-FAC; SOAP and Shampoo of pytorch_optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -80,7 +80,11 @@ class Muon(Recipe):
     weight_decay: float = 5e-2
     momentum: float = 0.95
     name: ClassVar[str] = "muon"
-    space: ClassVar[Space] = {"lr": Between(6e-4, 3e-2), "weight_decay": Between(1e-3, 0.5)}
+    space: ClassVar[Space] = {
+        "lr": Between(6e-4, 3e-2),
+        "weight_decay": Between(1e-3, 0.5),
+        "momentum": Between(0.6, 0.97, log=False),
+    }
 
     def optimizer(self, model: nn.Module) -> Steps:
         return MuonAndAdamW(model, self.lr, self.weight_decay, self.momentum, fused=_fused(model))
@@ -207,8 +211,9 @@ class SENG(Damped):
         "damping": Between(1e-3, 0.3),
     }
 
-    def optimizer(self, model: nn.Module) -> Steps:
-        curvature = seng.Curvature(
+    @property
+    def curvature(self) -> seng.Curvature:
+        return seng.Curvature(
             self.form,
             samples=self.samples,
             rank=self.rank,
@@ -216,16 +221,19 @@ class SENG(Damped):
             combine=self.combine,
             relative_damping=self.relative_damping,
         )
-        return seng.SENG(
-            model,
-            self.lr,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            weight_decay=self.weight_decay,
-            damping=self.damping,
-            refresh_every=self.refresh_every,
-            curvature=curvature,
-        )
+
+    def options(self) -> dict[str, Any]:
+        """Of SENG's step."""
+        return {
+            "momentum": self.momentum,
+            "nesterov": self.nesterov,
+            "weight_decay": self.weight_decay,
+            "damping": self.damping,
+            "refresh_every": self.refresh_every,
+        }
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        return seng.SENG(model, self.lr, curvature=self.curvature, **self.options())
 
 
 @dataclass(frozen=True)
@@ -251,7 +259,33 @@ class PaperSENG(SENG):
     }
 
 
-RECIPES: dict[str, type[Recipe]] = {kind.name: kind for kind in (SENG, PaperSENG, SGD, Adam, AdamW, KFAC, Muon, SOAP, Shampoo)}
+@dataclass(frozen=True)
+class OrthogonalSENG(SENG):
+    """Muon's step of SENG's directions, with or without a base."""
+
+    momentum: float = 0.8
+    refresh_every: int = 100
+    base: Literal["identity", "kronecker", "diagonal"] = "identity"
+    power: float = 0.5
+    base_rank: int = 128
+    orthogonal: bool = True
+    name: ClassVar[str] = "seng-orthogonal"
+    space: ClassVar[Space] = {
+        "lr": Between(5e-2, 5.0),
+        "weight_decay": Between(1e-4, 2e-3),
+        "momentum": Between(0.6, 0.95, log=False),
+    }
+
+    @property
+    def curvature(self) -> seng.Curvature:
+        return replace(super().curvature, base=self.base, power=self.power, base_rank=self.base_rank)
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "orthogonal": self.orthogonal}
+
+
+KINDS = (SENG, OrthogonalSENG, PaperSENG, SGD, Adam, AdamW, KFAC, Muon, SOAP, Shampoo)
+RECIPES: dict[str, type[Recipe]] = {kind.name: kind for kind in KINDS}
 
 
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:

@@ -63,6 +63,7 @@ IMAGENET = {  # batch 256; the paper gives the rate and the length for batch 512
 
 AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so its gradients are large
     "seng": {"lr": 0.003, "damping": 0.1},
+    "seng-orthogonal": {"lr": 0.003},
     "seng-paper": {"lr": 0.003},
     "sgd": {"lr": 0.003},
     "adam": {"lr": 0.002},
@@ -119,7 +120,9 @@ TASKS = {
             problem=Language(context=128),
             batch=32,
             convolutional=False,
-            recipes={name: {"weight_decay": 0.0} for name in ("seng", "seng-paper", "sgd", "kfac", "shampoo")},
+            recipes={
+                name: {"weight_decay": 0.0} for name in ("seng", "seng-orthogonal", "seng-paper", "sgd", "kfac", "shampoo")
+            },
         ),
     )
 }

@@ -12,6 +12,7 @@ from seng.lab.report.summary import Estimate, Standing, Task, natural
 # on white, its black lightened on black, and grey joins as the ninth.
 COLOURS = {
     "seng": ("#D55E00", "#F07A1F"),
+    "seng-orthogonal": ("#8C2D04", "#FFA066"),
     "seng-paper": ("#E69F00", "#F2B632"),
     "sgd": ("#0072B2", "#3D9BD6"),
     "adam": ("#009E73", "#1FC296"),

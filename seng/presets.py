@@ -1,0 +1,23 @@
+"""Settings by name, as keyword arguments: `seng.SENG(model, lr, **seng.presets.paper())`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seng.curvature import Curvature
+from seng.sketch import Sketch
+
+
+def paper(damping: float = 1.0, refresh_every: int = 200, sketch: Sketch | None = None) -> dict[str, Any]:
+    """The paper's method: λI with an absolute λ, each refresh replaces U, eq. 23 for large layers, planned by its threshold.
+
+    Its λ on CIFAR and SVHN lies between 0.5 and 2, T is 200; its lr there is in its own units, which `units="paper"` gives. In
+    SGD's units, as here, lr is the paper's lr/λ and weight decay the paper's times λ. Its sketch is `seng.sketch.LeverageRows`.
+    """
+    curvature = Curvature(base="identity", combine="independent", decay=0.0, relative_damping=False, sketch=sketch)
+    return {"damping": damping, "refresh_every": refresh_every, "curvature": curvature}
+
+
+def orthogonal(momentum: float = 0.8) -> dict[str, Any]:
+    """Muon's step of SENG's directions (seng/orthogonal.py), at SGD's learning rate or a few times it."""
+    return {"momentum": momentum, "nesterov": True, "orthogonal": True}
