@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from seng.numerics import OVERSAMPLE, eigh, orthonormal, widest
+from seng.numerics import OVERSAMPLE, SMALL, eigh, orthonormal, widest
 from seng.operators import product, wide
 
 FLOOR = 0.01  # of the mean eigenvalue, added to all: inputs that are never active would be stepped along without bound
-ITERATIONS = 3  # of the first range finder; later ones start from the last V
+FIRST, LATER = 6, 2  # products of a range finder: it begins at random, later ones where the last one ended
 GRAM = 8192  # columns up to which a batch's xxᵀ is worked out once, for a moment, in place of twice an iteration
 
 Total = Callable[[Sequence[Tensor]], None]  # adds up over ranks, in place
@@ -96,7 +96,7 @@ def updated(
 
     Where XXᵀ is not finite, or not `fine` (h,), C stays as it is.
     """
-    dtype = wide(seen.X.dtype)
+    dtype, device = wide(seen.X.dtype), seen.X.device
     h, n, _ = seen.X.shape
     fine = (seen.trace.isfinite() if fine is None else fine)[:, None, None]
     new = (1 - decay if old is not None else 1.0) * fine.to(dtype)
@@ -105,22 +105,37 @@ def updated(
     def mixed(before: Tensor | float, now: Tensor) -> Tensor:
         return keep * before + new * torch.where(fine, now, 0)
 
-    if rank >= n:
-        C = mixed(
-            0.0 if old is None else old.times(torch.eye(n, dtype=dtype, device=seen.X.device).expand(h, n, n)), seen.dense()
-        )
-        s, V = eigh(C)
-        return Factor(V, s, torch.zeros_like(s[:, 0]))
-
     def times(Z: Tensor) -> Tensor:
-        return mixed(0.0 if old is None else old.times(Z), seen.times(Z)).to(widest(Z))
+        return mixed(0.0 if old is None else old.times(Z), seen.times(Z))
 
+    if rank >= n and exactly(seen.X, n):
+        eye = torch.eye(n, dtype=dtype, device=device).expand(h, n, n)
+        s, V = eigh(mixed(0.0 if old is None else old.times(eye), seen.dense()))
+        return Factor(V, s, torch.zeros_like(s[:, 0]))
+    rank = min(rank, n)
     spare = min(n, rank + OVERSAMPLE) - (0 if old is None else old.V.shape[2])
-    Z = torch.randn(h, n, spare, generator=generator, dtype=dtype, device=seen.X.device)
+    Z = torch.randn(h, n, spare, generator=generator, dtype=dtype, device=device)
     Z = Z if old is None else torch.cat([old.V, Z], 2)
-    for _ in range(ITERATIONS if old is None else 1):
-        Z = orthonormal(orthonormal(times(Z))).to(dtype)
-    s, W = eigh(Z.mT @ times(Z).to(dtype))
-    s, V = s[:, :rank], Z @ W[:, :, :rank]
+    for _ in range(FIRST if old is None else LATER):
+        Z = orthonormal(orthonormal(times(Z).to(widest(Z)))).to(dtype)
+    s, V = _ordered(Z, Z.mT @ times(Z))
+    s, V = s[:, :rank], V[:, :, :rank]
     trace = mixed(0.0 if old is None else old.trace[:, None, None], seen.trace[:, None, None])[:, 0, 0]
-    return Factor(V, s, ((trace - s.sum(1)) / (n - rank)).clamp_min(0))
+    return Factor(V, s, ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0) * (rank < n))
+
+
+def exactly(X: Tensor, n: int) -> bool:
+    """Whether eigenvectors are worked out by `eigh`, for which the host waits for a GPU."""
+    return X.dtype == torch.float64 or X.device.type == "cpu" or n <= SMALL
+
+
+def _ordered(Z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, descending, and vectors within the span of Z, S = ZᵀCZ; where nothing may wait, as the iteration left them.
+
+    What it left together has nearly the same eigenvalue, and so nearly the same power of it.
+    """
+    if exactly(S, S.shape[-1]):
+        s, W = eigh(S)
+        return s, Z @ W
+    s, order = S.diagonal(dim1=-2, dim2=-1).clamp_min(0).sort(-1, descending=True)
+    return s, Z.gather(-1, order[:, None].expand_as(Z))
