@@ -160,7 +160,8 @@ def renewed(
     assert isinstance(U, Implicit | Windows)
     factors = U.implicit() if isinstance(U, Windows) else U
 
-    seen = [Moment(side.permute(1, 2, 0, 3).flatten(2), total) for side in (factors.G, factors.A)]  # of X (h, n, ϱr)
+    sides = (factors.G, 1.0), (factors.A, 1 / max(1, U.samples))  # G_i carries 1/√ϱ
+    seen = [Moment(side.permute(1, 2, 0, 3).flatten(2), total, scale) for side, scale in sides]  # of X (h, n, ϱr)
     fine = seen[0].trace.isfinite() & seen[1].trace.isfinite()  # both sides or none
 
     def factor(side: Moment, before: Factor | None) -> Factor:

@@ -58,20 +58,21 @@ class Factor:
 
 @dataclass(frozen=True)
 class Moment:
-    """XXᵀ of X (h, n, N), over the samples of all ranks."""
+    """scale·XXᵀ of X (h, n, N), over the samples of all ranks."""
 
     X: Tensor
     total: Total
+    scale: float = 1.0
 
     @cached_property
     def trace(self) -> Tensor:
-        trace = self.X.to(wide(self.X.dtype)).square().sum((1, 2))
+        trace = self.X.to(wide(self.X.dtype)).square().sum((1, 2)) * self.scale
         self.total([trace])
         return trace
 
     @cached_property
     def _local(self) -> Tensor:
-        return product(self.X, self.X.mT)
+        return product(self.X, self.X.mT) * self.scale
 
     def dense(self) -> Tensor:
         """All of it."""
@@ -84,7 +85,7 @@ class Moment:
         if self.X.shape[1] <= GRAM:
             out = self._local @ Z
         else:
-            out = product(self.X, product(self.X.mT, Z.to(self.X.dtype)).to(self.X.dtype))
+            out = product(self.X, product(self.X.mT, Z.to(self.X.dtype)).to(self.X.dtype)) * self.scale
         self.total([out])
         return out
 

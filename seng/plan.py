@@ -169,7 +169,7 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
 def _with_base(
     dims: Sequence[Dims], curvature: Curvature, budget: int | None, others: Callable[[Curvature, int | None], list[Plan]]
 ) -> list[Plan]:
-    """P takes at most half of the memory, its rank halved until it does; the rest is U's."""
+    """P takes at most half of the memory, its rank halved until it does; the rest is U's. Alone, it may take all of it."""
     rank = curvature.base_rank
 
     def based(plans: Sequence[Plan]) -> list[Plan]:
@@ -181,7 +181,7 @@ def _with_base(
         ]
 
     alone = [Plan(d, "merged", 0, "the base alone") for d in dims]
-    while budget is not None and rank > 1 and sum(p.bytes for p in based(alone)) > budget / 2:
+    while budget is not None and rank > 1 and sum(p.bytes for p in based(alone)) > budget / (2 if curvature.rank != 0 else 1):
         rank //= 2
     taken = sum(p.bytes for p in based(alone))
     if budget is not None and taken > budget:

@@ -1,0 +1,916 @@
+"""A base P in place of I, everywhere: every kind of layer, mixed precision, compilers, checkpoints, ranks, budgets, the GPU."""
+
+import copy
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import naive
+import pytest
+import test_attach
+import test_state
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import Case
+from test_capture import InPlace, SharedConv, Tied, Twice, values
+from test_compile import Alike, Checkpointed, Convolutions
+from test_compile import train as train_compiled
+from test_distributed import Branches, network, step_of
+from test_distributed import train as train_ranks
+from test_fsdp import sharded
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import seng
+from seng.factor import FLOOR
+from seng.plan import Dims, plan, pooled_plan
+from seng.replay import directly
+from seng.sites import Site, survey
+from seng.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
+
+BASES = ("kronecker", "diagonal")
+every_base = pytest.mark.parametrize("base", BASES)
+every_rank = pytest.mark.parametrize("rank", [16, 0])
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+# Layers
+
+
+def as_block(layer: nn.Module, site: Site, rows: Tensor) -> Tensor:
+    """Gradients of all parameters (N, n), one after the other -> in the order that the block has (N, n)."""
+    params = list(layer.parameters())
+    pieces = [dict(zip(params, row.split([p.numel() for p in params]), strict=True)) for row in rows]
+    return torch.stack([site.gather(site.active(), {p: t.view_as(p) for p, t in one.items()}, rows.dtype) for one in pieces])
+
+
+def sides(layer: nn.Module, site: Site, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """C_A and C_G of any layer whose outputs are a·w, each at its position: the gradient of an output is a."""
+    h, n_G, n_A = site.shape(site.active())
+
+    def features_second(t: Tensor) -> Tensor:
+        return (t.movedim(-1, 1) if isinstance(layer, nn.Linear) else t).reshape(len(t), h, n_G, -1)
+
+    out = layer(x)
+    (g,) = torch.autograd.grad(naive.loss_of(out, target), out, retain_graph=True)
+    G = features_second(g).permute(1, 2, 0, 3).flatten(2)  # (h, n_G, N)
+    A = []
+    for group in range(h):
+        first = features_second(out)[:, group, 0].reshape(-1)  # (N,)
+        each = torch.eye(len(first))
+        rows = torch.autograd.grad(first, list(layer.parameters()), each, retain_graph=True, is_grads_batched=True)
+        A.append(as_block(layer, site, torch.cat([r.flatten(1) for r in rows], 1)).view(-1, h, n_G, n_A)[:, group, 0].mT)
+    return torch.stack([a @ a.mT for a in A]), G @ G.mT
+
+
+def metric(layer: nn.Module, site: Site, x: Tensor, target: Tensor, base: str, u: Tensor) -> Tensor:
+    if base == "kronecker" and site.factored:
+        return naive.kronecker_metric(*sides(layer, site, x, target), 0.5, FLOOR)
+    return naive.diagonal_metric(u.square().mean(0), 0.5, FLOOR)
+
+
+@pytest.mark.parametrize("rank", [10**6, 0])
+@every_base
+def test_every_kind_of_layer_takes_the_dense_direction(case: Case, base: str, rank: int) -> None:
+    layer = case.layer()
+    x, target = case.input(5), case.target(layer, 5)
+    ((site,), _) = survey(layer, layer.parameters())
+    u = as_block(layer, site, naive.per_sample_gradients(layer, x, target))
+    P, g = metric(layer, site, x, target, base, u), u.mean(0)
+    want = naive.based_direction(naive.fisher(u), P, g, 0.03) if rank else torch.linalg.solve(P, g)
+    curvature = seng.Curvature(base=base, rank=rank, decay=0, graft=False)
+    opt = seng.SENG(layer, lr=1.0, momentum=0.0, damping=0.03, curvature=curvature)
+    got = step_of(layer, opt, x, target)
+    assert naive.relative_error(as_block(layer, site, got[None])[0], want) < 1e-9
+    (entry,) = opt.diagnostics().values()
+    assert entry["base"] == ("kronecker" if base == "kronecker" and site.factored else "diagonal")
+
+
+class TiedLinear(nn.Module):
+    """Two linear layers of one weight, one of them on sequences, each with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh().mean(1))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+        for layer in (self.a, self.norm, self.b):
+            seng.layers.arrange(layer, lambda t: t.transpose(0, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(x.transpose(0, 1)).tanh())).transpose(0, 1)
+
+
+def frozen(name: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3))
+    for layer in (model[0], model[2]):
+        getattr(layer, name).requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "one dimension": (
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.Tanh(), nn.ConvTranspose1d(4, 4, 2, groups=2), nn.GroupNorm(2, 4)),
+        lambda: torch.randn(8, 2, 6),
+    ),
+    "three dimensions": (
+        lambda: nn.Sequential(nn.Conv3d(2, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(2 * 2 * 3 * 2, 3)),
+        lambda: torch.randn(8, 2, 3, 4, 3),
+    ),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(12, 3), nn.RMSNorm(3)),
+        lambda: torch.randint(6, (8, 3)),
+    ),
+    "in place": (InPlace, lambda: torch.randn(8, 4)),
+    "twice": (Twice, lambda: torch.randn(8, 4, 3)),
+    "tied to an embedding": (Tied, lambda: torch.randint(7, (8, 4))),
+    "tied to an embedding without bias": (lambda: Tied(False), lambda: torch.randint(7, (8, 4))),
+    "tied linear": (TiedLinear, lambda: torch.randn(8, 3, 4)),
+    "tied convolution": (SharedConv, lambda: torch.randn(8, 2, 5, 5)),
+    "time first": (TimeFirst, lambda: torch.randn(8, 5, 3)),
+    "frozen weight": (lambda: frozen("weight"), lambda: torch.randn(8, 4)),
+    "frozen bias": (lambda: frozen("bias"), lambda: torch.randn(8, 4)),
+}
+
+
+def trained(kind: str, sizes: tuple[int, ...], steps: int, **options: Any) -> tuple[nn.Module, list[float]]:
+    """On one batch of 8, cut into micro-batches."""
+    torch.manual_seed(1)
+    make, draw = MODELS[kind]
+    model, x = make(), draw()
+    target = torch.randn_like(model(x))
+    opt = seng.SENG(model, lr=0.005, refresh_every=2, damping=0.1, strict=True, curvature=seng.Curvature(**options))
+    losses = []
+    for _ in range(steps):
+        opt.zero_grad()
+        losses.append(0.0)
+        for a, b in zip(x.split(sizes), target.split(sizes), strict=True):
+            loss = naive.loss_of(model(a), b) * len(a) / 8
+            loss.backward()
+            losses[-1] += float(loss.detach())
+        opt.step()
+    assert len(opt.preconditioner.blocks) == (len(opt.preconditioner.sites) if steps else 0)
+    return model, losses
+
+
+@every_rank
+@every_base
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_kind_trains_and_micro_batches_are_one_batch(kind: str, base: str, rank: int) -> None:
+    model, losses = trained(kind, (8,), 7, base=base, rank=rank)
+    assert values(model).isfinite().all() and losses[-1] < losses[0]
+    start = values(trained(kind, (8,), 0, base=base, rank=rank)[0])
+    for sizes in ((4, 4), (1, 5, 2)):
+        accumulated, _ = trained(kind, sizes, 7, base=base, rank=rank)
+        assert naive.relative_error(values(accumulated) - start, values(model) - start) < 1e-9
+
+
+@every_base
+def test_inputs_may_be_overwritten(base: str) -> None:
+    """As a buffer that each batch is copied into: between backwards, before the step, and after it."""
+    ends = []
+    for buffered in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        opt = seng.SENG(model, lr=0.1, refresh_every=3, curvature=seng.Curvature(base=base))
+        buffer = torch.empty(3, 4)
+        for _ in range(4):
+            for x in torch.randn(2, 3, 4):
+                model(buffer.copy_(x) if buffered else x).square().mean().backward()
+            buffer.fill_(7)
+            opt.step()
+            opt.zero_grad()
+        ends.append(values(model))
+    assert torch.equal(*ends)
+
+
+@every_rank
+@every_base
+def test_unfreezing_and_freezing_begins_anew(base: str, rank: int) -> None:
+    model = frozen("weight")
+    opt = seng.SENG(model, lr=0.01, refresh_every=1, curvature=seng.Curvature(base=base, rank=rank))
+    for i in range(6):
+        for layer in (model[0], model[2]):
+            layer.weight.requires_grad_(2 <= i < 4)
+        step_of(model, opt, torch.randn(8, 4), torch.randn(8, 3))
+        assert values(model).isfinite().all()
+    assert [b.base.times(torch.ones(b.U.shape), 0.5).shape[2] for b in opt.preconditioner.blocks.values()] == [1, 5, 6]
+
+
+# Precision and compilers
+
+
+@every_rank
+@every_base
+def test_bfloat16_autocast_follows_float32(base: str, rank: int) -> None:
+    moved = []
+    for mixed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 5)).float()
+        curvature = seng.Curvature(base=base, rank=rank, base_rank=8)
+        opt = seng.SENG(model, lr=0.02, refresh_every=3, damping=0.1, curvature=curvature)
+        start = values(model)
+        for i in range(7):
+            generator = torch.Generator().manual_seed(i)
+            x, y = torch.randn(64, 1, 6, 6, generator=generator).float(), torch.randint(5, (64,), generator=generator)
+            opt.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step()
+        moved.append(values(model) - start)
+    assert float(nn.functional.cosine_similarity(*moved, dim=0)) > 0.99
+
+
+@every_rank
+@every_base
+def test_captures_are_unscaled_by_the_scale_of_their_step(base: str, rank: int) -> None:
+    results = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        curvature = seng.Curvature(base=base, rank=rank, relative_damping=False)
+        opt = seng.SENG(model, refresh_every=1, lr=0.05, damping=0.1, curvature=curvature)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+        for _ in range(5):
+            opt.zero_grad()
+            scaler.scale(naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))).backward()
+            scaler.step(opt)
+            scaler.update()
+        results.append(values(model))
+    assert naive.relative_error(*results) < 1e-9
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def built(kind: Callable[[], nn.Module], **given: Any) -> tuple[nn.Module, seng.SENG]:
+    torch.manual_seed(0)
+    model = kind()
+    return model, seng.SENG(model, **{"lr": 0.02, "refresh_every": 3, "strict": True, "damping": 0.1, **given})
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(("kind", "rank"), [(Convolutions, 16), (Convolutions, 0), (Alike, 16), (Checkpointed, 16)])
+@every_base
+def test_a_compiled_model_is_captured_as_the_plain_one(kind: Callable[[], nn.Module], base: str, rank: int) -> None:
+    curvature = seng.Curvature(base=base, rank=rank, relative_damping=False)
+    model, opt = built(kind, curvature=curvature)
+    want = train_compiled(model, opt, model)
+    model, opt = built(kind, curvature=curvature)
+    counter = CompileCounterWithBackend("aot_eager")
+    got = train_compiled(model, opt, torch.compile(model, backend=counter, fullgraph=True))
+    assert naive.relative_error(got, want) < 1e-11 and counter.frame_count == 2
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@every_rank
+@every_base
+def test_a_compiled_step_is_one_graph_between_refreshes(base: str, rank: int) -> None:
+    given = {"curvature": seng.Curvature(base=base, rank=rank, decay=0), "lr": torch.tensor(0.02), "refresh_every": 6}
+    model, opt = built(Convolutions, **given)
+    want = train_compiled(model, opt, model, steps=14)
+    model, opt = built(Convolutions, **given)
+    counter, graphs = CompileCounterWithBackend("eager"), []
+    step = torch.compile(opt.step, backend=counter)
+
+    def compiled() -> None:
+        step()
+        graphs.append(counter.frame_count)
+
+    got = train_compiled(model, opt, model, steps=14, step=compiled)
+    assert naive.relative_error(got, want) < 1e-10
+    assert graphs[2:] == [2] * 12  # no refresh compiles anything anew
+
+
+@every_rank
+@every_base
+def test_activation_checkpointing_changes_nothing(base: str, rank: int) -> None:
+    curvature = seng.Curvature(base=base, rank=rank)
+    ends = [
+        train_compiled(model, opt, model) for model, opt in (built(k, curvature=curvature) for k in (InPlace, Checkpointed))
+    ]
+    assert torch.equal(*ends)
+
+
+# Checkpoints
+
+SAVED = [
+    {"base": base, "rank": rank, "base_rank": base_rank}
+    for base, rank, base_rank in (
+        ("kronecker", 16, 128),
+        ("kronecker", 16, 3),
+        ("kronecker", 0, 3),
+        ("diagonal", 16, 128),
+        ("diagonal", 0, 128),
+    )
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+@pytest.mark.parametrize("through", ["state_dict", "file", "folder"])
+@pytest.mark.parametrize("given", SAVED, ids=lambda given: "-".join(map(str, given.values())))
+def test_a_checkpoint_goes_on_bit_for_bit(given: dict[str, Any], through: str, tmp_path: Any) -> None:
+    options = {"curvature": seng.Curvature(**given)}
+    model, opt = test_state.built(options)
+    test_state.train(model, opt, 0, 6)
+    fresh, other = test_state.built(options)
+    if through == "folder":
+        dcp.save(dict(zip(("model", "optim"), get_state_dict(model, opt), strict=True)), checkpoint_id=tmp_path)
+        state = dict(zip(("model", "optim"), get_state_dict(fresh, other), strict=True))
+        seng.expect_curvature(state, tmp_path)
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_state_dict(fresh, other, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    else:
+        state = [model.state_dict(), opt.state_dict()]
+        if through == "file":
+            torch.save(state, tmp_path / "checkpoint.pt")
+            state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        fresh.load_state_dict(state[0])
+        other.load_state_dict(copy.deepcopy(state[1]))
+    assert len(other.preconditioner.blocks) == 4 and not other.refresh_due
+    for m, o in ((model, opt), (fresh, other)):
+        test_state.train(m, o, 6, 11)
+    if through == "folder":  # which loses strides, and with them the order of summation
+        assert naive.relative_error(values(fresh), values(model)) < 1e-12
+    else:
+        assert torch.equal(values(fresh), values(model))
+
+
+SETTINGS = [
+    {},
+    {"base": "kronecker"},
+    {"base": "kronecker", "base_rank": 3},
+    {"base": "kronecker", "power": 1.0},
+    {"base": "kronecker", "rank": 0},
+    {"base": "diagonal"},
+    {"base": "diagonal", "rank": 0},
+]
+
+
+@pytest.mark.parametrize("after", SETTINGS, ids=str)
+@pytest.mark.parametrize("before", SETTINGS, ids=str)
+def test_a_checkpoint_of_another_setting_loads_and_its_base_is_soon_the_one_asked_for(
+    before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    model, opt = test_state.built({"curvature": seng.Curvature(**before)})
+    test_state.train(model, opt, 0, 6)
+    other = seng.SENG(model, lr=0.05, refresh_every=4, curvature=seng.Curvature(**after))
+    other.load_state_dict(opt.state_dict())
+    asked = after.get("base", "identity")
+    for block in other.preconditioner.blocks.values():  # what stays until the next refresh
+        assert (block.base is None) == (asked == "identity")
+        assert block.base is None or block.base.power == after.get("power", 0.5)
+    assert len(other.preconditioner.blocks) == 4 or before != after
+    test_state.train(model, other, 6, 13)
+    metrics = {"kronecker": ["diagonal", "kronecker", "diagonal", "kronecker"]}.get(asked, [asked] * 4)
+    assert [entry["base"] for entry in other.diagnostics().values()] == metrics
+    for block in other.preconditioner.blocks.values():
+        assert block.graft == (asked != "identity") and (block.U.samples == 0) == (after.get("rank") == 0)
+        assert block.base is None or block.base.power == after.get("power", 0.5)
+    assert values(model).isfinite().all()
+
+
+@every_rank
+@every_base
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_a_checkpoint_loads_in_another_precision(base: str, rank: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    options = {"curvature": seng.Curvature(base=base, rank=rank, base_rank=3)}
+    model, _ = test_state.built(options)
+    model = model.to(dtypes[0])
+    opt = seng.SENG(model, lr=0.05, refresh_every=4, **options)
+
+    def train(m: nn.Module, o: torch.optim.Optimizer, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            generator = torch.Generator().manual_seed(i)
+            x, target = torch.randint(6, (8, 3), generator=generator), torch.randn(8, 3, generator=generator)
+            o.zero_grad()
+            naive.loss_of(m(x), target.to(m[2].weight.dtype)).backward()
+            o.step()
+
+    train(model, opt, 0, 6)
+    twin = copy.deepcopy(model).to(dtypes[1])
+    other = seng.SENG(twin, lr=0.05, refresh_every=4, **options)
+    other.load_state_dict(opt.state_dict())
+    assert {t.dtype for b in other.preconditioner.blocks.values() for t in b.base.tensors()} == {dtypes[1]}
+    start = values(model).double()
+    for m, o in ((model, opt), (twin, other)):
+        train(m, o, 6, 8)
+    assert naive.relative_error(values(twin).double() - start, values(model).double() - start) < 1e-4
+    train(twin, other, 8, 10)  # a refresh
+    assert values(twin).isfinite().all() and {b.gram.dtype for b in other.preconditioner.blocks.values()} == {dtypes[1]}
+
+
+# Optimizers and options
+
+
+@every_rank
+@every_base
+def test_any_optimizer_takes_the_directions(base: str, rank: int) -> None:
+    curvature = seng.Curvature(base=base, rank=rank)
+    ours, theirs = test_attach.network(), test_attach.network()
+    test_attach.train(ours, seng.SENG(ours, lr=0.05, damping=0.1, refresh_every=3, curvature=curvature), 10)
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
+    seng.attach(sgd, theirs, damping=0.1, refresh_every=3, curvature=curvature)
+    test_attach.train(theirs, sgd, 10)
+    torch.testing.assert_close(values(ours), values(theirs))
+
+    model = test_attach.network()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+    handle = seng.attach(adam, model, refresh_every=3, curvature=curvature)
+    test_attach.train(model, adam, 4)
+    twin = test_attach.network()
+    again = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    attached = seng.attach(again, twin, refresh_every=3, curvature=curvature)
+    buffer = io.BytesIO()
+    torch.save([model.state_dict(), adam.state_dict(), handle.state_dict()], buffer)
+    buffer.seek(0)
+    for target, state in zip((twin, again, attached), torch.load(buffer, weights_only=True), strict=True):
+        target.load_state_dict(state)
+    for m, o in ((model, adam), (twin, again)):
+        test_attach.train(m, o, 4, 4)
+    assert torch.equal(values(model), values(twin))
+    assert handle.diagnostics()["0"]["base"] == base and handle.diagnostics()["2"]["base"] == "diagonal"
+
+
+def dense_step(layer: nn.Module, seen: tuple[Tensor, Tensor], x: Tensor, target: Tensor, base: str, damping: float) -> Tensor:
+    """The direction at (x, target) under the curvature of the samples that were seen."""
+    ((site,), _) = survey(layer, layer.parameters())
+    u = as_block(layer, site, naive.per_sample_gradients(layer, *seen))
+    g = as_block(layer, site, naive.per_sample_gradients(layer, x, target)).mean(0)
+    d = naive.based_direction(naive.fisher(u), metric(layer, site, *seen, base, u), g, damping)
+    return naive.flat(site.scatter(site.active(), d)[p] for p in layer.parameters())
+
+
+def exact(base: str, **given: Any) -> seng.Curvature:
+    return seng.Curvature(**{"base": base, "rank": 10**6, "decay": 0, "graft": False, **given})
+
+
+@every_base
+def test_curvature_from_a_batch_of_its_own_and_of_some_samples(base: str) -> None:
+    layer = nn.Linear(4, 3)
+    x, target, other, wanted = torch.randn(6, 4), torch.randn(6, 3), torch.randn(5, 4), torch.randn(5, 3)
+    want = dense_step(layer, (other, wanted), x, target, base, 0.05)
+    some = dense_step(layer, (x[:4], target[:4]), x, target, base, 0.05)
+    twin = copy.deepcopy(layer)
+    opt = seng.SENG(layer, 1.0, momentum=0.0, damping=0.05, curvature=exact(base))
+    with opt.curvature_batch():
+        naive.loss_of(layer(other), wanted).backward()
+    assert naive.relative_error(step_of(layer, opt, x, target), want) < 1e-9
+    opt = seng.SENG(twin, 1.0, momentum=0.0, damping=0.05, curvature=exact(base, samples=4))
+    assert naive.relative_error(step_of(twin, opt, x, target), some) < 1e-9
+
+
+@pytest.mark.parametrize("fisher", ["gauss-newton", "sampled"])
+@every_base
+def test_other_fishers(base: str, fisher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a linear model, the columns are those of a loss whose gradients at the output are the seeds."""
+    layer, given = nn.Linear(4, 3), []
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    real = seng.preconditioner.seeds
+    monkeypatch.setattr("seng.preconditioner.seeds", lambda *a: (given.append(s) or s for s in real(*a)))
+    opt = seng.SENG(layer, 1.0, momentum=0.0, damping=0.05, curvature=exact(base, fisher=fisher))
+    loss = nn.functional.cross_entropy(layer(x), y)
+    loss.backward()
+    g = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).flatten()
+    before = values(layer)
+    opt.step()
+    moved = before - values(layer)
+    A = torch.cat([x, torch.ones(6, 1)], 1)
+    S = torch.stack(given)  # (seeds, 6, 3)
+    u = torch.einsum("kbi,bj->kbij", S, A).flatten(2)
+    M, v = torch.einsum("kbi,kbj->ij", u, u) / 6, u.square().sum((0, 1)) / 6
+    C_G = torch.einsum("kbi,kbj->ij", S, S)[None]
+    P = (
+        naive.kronecker_metric((A.T @ A)[None], C_G, 0.5, FLOOR)
+        if base == "kronecker"
+        else naive.diagonal_metric(v, 0.5, FLOOR)
+    )
+    want = naive.based_direction(M, P, g, 0.05).view(3, 5)
+    assert naive.relative_error(moved, naive.flat([want[:, :4], want[:, 4]])) < 1e-9
+
+
+@every_base
+def test_groups_have_dampings_of_their_own_and_maximize_goes_up(base: str) -> None:
+    x, target = torch.randn(6, 4), torch.randn(6, 3)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 3)
+    model = nn.Sequential(first, nn.Identity(), second)
+    twins = [copy.deepcopy(model) for _ in range(3)]
+    ends = []
+    for m, dampings in zip(twins, ((0.1, 0.1), (0.01, 0.01), (0.1, 0.01)), strict=True):
+        groups = [
+            {"params": list(layer.parameters()), "damping": lam} for layer, lam in zip((m[0], m[2]), dampings, strict=True)
+        ]
+        opt = seng.SENG(groups, 1.0, momentum=0.0, module=m, curvature=exact(base))
+        ends.append(step_of(m, opt, x, target))
+    assert torch.equal(ends[2], torch.cat([ends[0][:20], ends[1][20:]])) and not torch.equal(ends[0], ends[1])
+    up = seng.SENG(model, 1.0, momentum=0.0, damping=0.1, maximize=True, curvature=exact(base))
+    assert naive.relative_error(-step_of(model, up, x, target), ends[0]) < 1e-12
+
+
+@every_rank
+@every_base
+def test_a_group_that_is_added_later_leaves_the_bases_of_others(base: str, rank: int) -> None:
+    model = test_attach.network()
+    opt = seng.SENG(
+        model[0].parameters(), lr=0.05, module=model, refresh_every=3, curvature=seng.Curvature(base=base, rank=rank)
+    )
+    test_attach.train(model, opt, 2)
+    before = [t.clone() for t in opt.preconditioner.blocks[0].base.tensors()]
+    opt.add_param_group({"params": list(model[3].parameters())})
+    assert all(map(torch.equal, before, opt.preconditioner.blocks[0].base.tensors()))
+    test_attach.train(model, opt, 3)
+    assert [opt.diagnostics()[name]["base"] for name in "03"] == [base, base]
+
+
+@pytest.mark.filterwarnings("ignore:seng. .*is larger than layer")
+@pytest.mark.parametrize("form", ["auto", "explicit", "implicit"])
+@pytest.mark.parametrize("sketch", [Rows(20), LeverageRows(20), Gaussian(20), CountSketch(20), KroneckerRows(4, 5)], ids=str)
+def test_every_sketch_gives_a_descent_direction(sketch: Any, form: str) -> None:
+    model = nn.Sequential(nn.Conv1d(3, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 5))
+    curvature = seng.Curvature(form, base="kronecker", base_rank=8, sketch=sketch)
+    opt = seng.SENG(model, 0.01, refresh_every=2, curvature=curvature)
+    x, target = torch.randn(10, 3, 8), torch.randn(10, 5)
+    for _ in range(5):
+        step_of(model, opt, x, target)
+    assert values(model).isfinite().all()
+    for entry in opt.diagnostics().values():
+        assert entry["cosine"] > 0 and entry["norm_ratio"] == pytest.approx(1) and entry["solves_failed"] == 0
+
+
+# Several ranks
+
+
+@pytest.mark.parametrize("given", [{"rank": 10**3}, {"rank": 0}, {"rank": 10**3, "decay": 0}], ids=str)
+@every_base
+def test_shared_curvature_is_that_of_one_process(two: Any, base: str, given: dict[str, Any]) -> None:
+    options = {"base": base, **given}
+    found = two(train_ranks, 7, options, [6, 6])
+    assert torch.equal(*found)
+    start, want = (train_ranks(0, steps, {"form": "merged", **options}, None) for steps in (0, 7))
+    assert naive.relative_error(found[0] - start, want - start) < 1e-9
+
+
+@pytest.mark.parametrize("given", [{"rank": 6}, {"rank": 0}, {"rank": 6, "memory": 40_000}], ids=str)
+def test_ranks_with_a_part_of_the_factors_stay_alike(two: Any, given: dict[str, Any]) -> None:
+    options = {"base": "kronecker", "base_rank": 3, **given}
+    found = two(train_ranks, 10, options, [6, 6])
+    assert torch.equal(*found) and found[0].isfinite().all()
+    start = train_ranks(0, 0, options, None)
+    assert naive.relative_error(found[0] - start, train_ranks(0, 10, {"form": "merged", **options}, None) - start) < 1e-6
+
+
+def uneven(rank: int, given: dict[str, Any], bad: bool) -> tuple[Tensor, list[Any]]:
+    """The second branch is used by the second rank alone, and the third by none; a capture of one rank may not be finite."""
+    model = Branches(True)
+    model.rank = rank
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = seng.SENG(wrapped, lr=0.01, refresh_every=2, curvature=seng.Curvature(**given))
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(6):
+        opt.zero_grad()
+        scale = torch.ones(3, 1)
+        scale[0] = torch.inf if bad and rank and step == 2 else 1.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            naive.loss_of(wrapped(torch.randn(3, 4, generator=generator)) * scale, torch.ones(3, 4)).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.nan_to_num_(0, 0, 0).clamp_(-1, 1)
+            opt.step()
+    return values(model), [entry["base"] for entry in opt.diagnostics().values()]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("given", SAVED, ids=lambda given: "-".join(map(str, given.values())))
+def test_a_rank_without_samples_of_a_layer(two: Any, given: dict[str, Any], bad: bool) -> None:
+    (first, metrics), (second, _) = two(uneven, given, bad)
+    assert torch.equal(first, second) and first.isfinite().all()
+    assert metrics == [given["base"], given["base"], None]
+
+
+def refused(rank: int, strategy: str | None, spread: bool, given: dict[str, Any]) -> None:
+    model = sharded(network()) if spread else DistributedDataParallel(network())
+    seng.SENG(model, strategy=strategy, curvature=seng.Curvature(**given))
+
+
+@pytest.mark.parametrize(("strategy", "spread"), [("block", False), ("lagged", False), (None, True)])
+@pytest.mark.parametrize("given", [{"base": "kronecker"}, {"base": "diagonal", "rank": 0}, {"graft": True}], ids=str)
+def test_what_needs_whole_layers_and_one_curvature_says_so(
+    two: Any, strategy: str | None, spread: bool, given: dict[str, Any]
+) -> None:
+    for _, error in two.outcomes(refused, strategy, spread, given):
+        assert error is not None and "use strategy='shared' with whole parameters, or" in error
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *(({"base": "kronecker", "power": p}, "above 0 and at most 1") for p in (0, -0.5, 1.5, "half", True, float("nan"))),
+        ({"base": "shampoo"}, "unknown base 'shampoo'; use one of 'identity', 'kronecker', 'diagonal'"),
+        ({"base": "kronecker", "base_rank": 0}, "base_rank must be an integer of at least 1, not 0"),
+        ({"base": "kronecker", "base_rank": 2.5}, "base_rank must be an integer of at least 1, not 2.5"),
+        ({"graft": "yes"}, "graft is True, False or None, not 'yes'"),
+        ({"graft": 1}, "graft is True, False or None, not 1"),
+        ({"rank": 0}, "rank must be an integer of at least 1, not 0"),
+        ({"rank": False, "base": "diagonal"}, "rank must be an integer of at least 1, not False"),
+        ({"rank": -1, "base": "diagonal"}, "rank must be an integer of at least 1, not -1"),
+        ({"base": "kronecker", "blocks": "network"}, "blocks='network' has base='identity' only"),
+        ({"base": "diagonal", "combine": "independent", "decay": 0}, "combine='independent' has base='identity' only"),
+        ({"graft": True, "blocks": "network"}, "graft"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_with_the_reason(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="Curvature: ") as error:
+        seng.Curvature(**given)
+    assert said in str(error.value)
+
+
+@every_base
+def test_the_papers_units_are_those_without_grafting(base: str) -> None:
+    layer = nn.Linear(4, 3)
+    for attach in (False, True):
+        with pytest.raises(ValueError, match=r"units='paper' gives directions their own length: use Curvature\(graft=False\)"):
+            curvature = seng.Curvature(base=base, relative_damping=False)
+            if attach:
+                seng.attach(torch.optim.SGD(layer.parameters(), 0.1), layer, units="paper", curvature=curvature)
+            else:
+                seng.SENG(layer, units="paper", curvature=curvature)
+    x, target = torch.randn(6, 4), torch.randn(6, 3)
+    ((site,), _) = survey(layer, layer.parameters())
+    u = as_block(layer, site, naive.per_sample_gradients(layer, x, target))
+    want = torch.linalg.solve(naive.fisher(u) + 0.3 * metric(layer, site, x, target, base, u), u.mean(0))
+    curvature = exact(base, relative_damping=False)
+    opt = seng.SENG(layer, 1.0, momentum=0.0, damping=0.3, units="paper", curvature=curvature)
+    assert naive.relative_error(as_block(layer, site, step_of(layer, opt, x, target)[None])[0], want) < 1e-9
+
+
+# Memory and numbers
+
+LARGE = Dims("large", (1, 1000, 2000), 1, 256, None)
+GROUPED = Dims("grouped", (4, 30, 50), 9, 256, None)
+NORM = Dims("norm", (1, 1, 128), 1, 256, "explicit", factored=False)
+
+
+@every_rank
+@pytest.mark.parametrize("choose", [plan, pooled_plan])
+@pytest.mark.parametrize("budget", [10**9, 10**7, 10**6, 10**5])
+def test_the_budget_holds_for_base_and_columns_together(choose: Any, budget: int, rank: int) -> None:
+    chosen = choose([LARGE, GROUPED, NORM], seng.Curvature(base="kronecker", rank=rank, memory=budget), budget)
+    assert sum(p.bytes for p in chosen) <= budget
+    halvings = {p.base_rank for p in chosen if p.base == "kronecker"}
+    with_columns, alone = {10**9: (128, 128), 10**7: (128, 128), 10**6: (32, 64), 10**5: (2, 4)}[budget]
+    assert halvings == {with_columns if rank else alone}
+    with pytest.raises(ValueError, match=r"base='kronecker' needs .* where memory=1000 allows 1000 B: use base='identity' or"):
+        choose([LARGE, GROUPED, NORM], seng.Curvature(base="kronecker", rank=rank, memory=1000), 1000)
+
+
+@every_rank
+@every_base
+def test_a_budget_in_the_optimizer_and_in_explain(base: str, rank: int) -> None:
+    model = nn.Sequential(nn.Linear(50, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 30))
+    x, target = torch.randn(8, 50), torch.randn(8, 30)
+    free = seng.explain(model, x, seng.Curvature(base=base, rank=rank))
+    plain = seng.explain(model, x, seng.Curvature(rank=rank or 16))
+    assert free.bytes > (plain.bytes if rank else 0)
+    alone = seng.explain(model, x, seng.Curvature(base=base, rank=0)).bytes
+    budget = free.bytes if base == "diagonal" else alone if rank else alone // 2
+    curvature = seng.Curvature(base=base, rank=rank, memory=budget)
+    explained = seng.explain(model, x, curvature)
+    opt = seng.SENG(model, 0.1, curvature=curvature)
+    step_of(model, opt, x, target)
+    assert explained.bytes <= budget
+    assert [p.base_rank for p in explained.plans] == [p.base_rank for p in opt.preconditioner.plans.values()]
+    if base == "kronecker":
+        assert 0 < explained.plans[0].base_rank < 128
+    for p, entry in zip(explained.plans, opt.diagnostics().values(), strict=True):
+        small = 8 * (4 * 2 * 2 * min(128, p.base_rank) + 16)  # eigenvalues and their powers, and scales
+        assert (0 if rank else p.bytes) <= entry["bytes"] <= p.bytes + small, p  # as yet there may be fewer columns
+    assert seng.plan.size_of(explained.bytes) in str(explained)
+    tight = seng.SENG(model, 0.1, curvature=seng.Curvature(base=base, rank=rank, memory=500))
+    with pytest.raises(ValueError, match=f"base='{base}' needs .* where memory=500 allows 500 B: use base='identity' or more"):
+        step_of(model, tight, x, target)
+
+
+@every_base
+def test_every_number_of_the_diagnostics_is_what_it_says(base: str) -> None:
+    layer = nn.Linear(5, 4)
+    x, target = torch.randn(8, 5), torch.randn(8, 4)
+    ((site,), _) = survey(layer, layer.parameters())
+    u = as_block(layer, site, naive.per_sample_gradients(layer, x, target))
+    M, P, g = naive.fisher(u), metric(layer, site, x, target, base, u), u.mean(0)
+    eigenvalues = torch.linalg.eigvals(torch.linalg.solve(P, M)).real
+    d = naive.based_direction(M, P, g, 0.2)
+    opt = seng.SENG(layer, 0.1, damping=0.2, curvature=exact(base, form="merged"))
+    step_of(layer, opt, x, target)
+    entry = opt.diagnostics()["Linear"]
+    assert entry["top_eigenvalue"] == pytest.approx(float(eigenvalues.max()))
+    assert entry["damping"] == pytest.approx(0.2 * float(eigenvalues.max()))
+    assert entry["effective_rank"] == pytest.approx(float(eigenvalues.sum() / eigenvalues.max()))
+    assert entry["cosine"] == pytest.approx(float(g @ d / (g.norm() * d.norm())))
+    assert entry["norm_ratio"] == pytest.approx(float(d.norm() / g.norm()))
+    numbers = {"kronecker": 4 * 4 + 6 * 6 + (4 + 6) * 4 + 2 + 3, "diagonal": 4 * 24}[base]
+    assert entry["bytes"] == 8 * (8 * 24 + 1 + numbers) and entry["columns"] == 8
+    alone = seng.SENG(layer, 0.1, curvature=seng.Curvature(base=base, rank=0, decay=0))
+    step_of(layer, alone, x, target)
+    entry = alone.diagnostics()["Linear"]
+    assert entry["bytes"] == 8 * (1 + numbers) and entry["columns"] == 0 and entry["top_eigenvalue"] == 0
+    assert entry["norm_ratio"] == pytest.approx(1) and entry["solves_failed"] == 0
+
+
+# What is not finite
+
+
+@every_rank
+@every_base
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
+def test_captures_that_are_not_finite_leave_the_last_good_base(base: str, rank: int, bad: float, first: bool) -> None:
+    """Those of steps 0 and 3, or of step 3 alone; the gradients themselves were clipped to be fine."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2))
+    curvature = seng.Curvature(base=base, rank=rank)
+    opt = seng.SENG(model, lr=0.02, momentum=0.0, refresh_every=1, damping=0.1, curvature=curvature)
+    kept: list[Tensor] = []
+    losses = []
+    x, target = torch.randn(8, 3), torch.randn(8, 2)
+    for step in range(16):
+        opt.zero_grad()
+        scale = torch.ones(8, 1)
+        if step == 3 or (first and step == 0):
+            scale[1] = bad
+            kept = [t.clone() for block in opt.preconditioner.blocks.values() for t in block.base.tensors()]
+        loss = naive.loss_of(model(x) * scale, target)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for p in model.parameters():
+            p.grad.nan_to_num_(0, 0, 0).clamp_(-1, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opt.step()
+        assert values(model).isfinite().all()
+        if step == 3:
+            now = [t for block in opt.preconditioner.blocks.values() for t in block.base.tensors()]
+            for before, after in zip(kept, now, strict=True):
+                torch.testing.assert_close(after.abs(), before.abs(), rtol=1e-7, atol=1e-9)  # of eigenvectors, up to signs
+    assert losses[-1] < losses[4]
+    if not rank and first:
+        return
+    assert all(entry["refreshes_dropped"] == (1 + first if rank else 0) for entry in opt.diagnostics().values())
+
+
+# On a GPU
+
+
+def mixed_network(device: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 6, 3), nn.GroupNorm(2, 6), nn.Tanh(), nn.Conv2d(6, 6, 2, groups=2), nn.Flatten(), nn.Linear(54, 5)
+    return nn.Sequential(*layers).to(device, dtype)
+
+
+def train_on(model: nn.Module, opt: torch.optim.Optimizer, steps: int, count: int = 16, autocast: Any = None) -> list[float]:
+    like, losses = next(model.parameters()), []
+    for i in range(steps):
+        generator = torch.Generator().manual_seed(i % 4)
+        x = torch.randn(count, 2, 6, 6, generator=generator).to(like)
+        y = torch.randint(5, (count,), generator=generator).to(like.device)
+        opt.zero_grad()
+        with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def moved(model: nn.Module) -> Tensor:
+    return values(model).double().cpu() - values(mixed_network("cpu", next(model.parameters()).dtype)).double()
+
+
+@on_gpu
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-8), (torch.float32, 0.02)], ids=str)
+@pytest.mark.parametrize("decay", [0.8, 0])
+@every_rank
+@every_base
+def test_steps_on_the_gpu_are_those_of_the_cpu(base: str, rank: int, decay: float, dtype: torch.dtype, close: float) -> None:
+    """Over refreshes that write into what was recorded: the graph that solves is the same from the second step on."""
+    ends = []
+    for device in ("cpu", "cuda"):
+        model = mixed_network(device, dtype)
+        curvature = seng.Curvature(base=base, rank=rank, decay=decay)
+        opt = seng.SENG(model, lr=0.01, damping=0.1, refresh_every=3, curvature=curvature)
+        train_on(model, opt, 2)
+        bases = [block.base for block in opt.preconditioner.blocks.values()]
+        train_on(model, opt, 10)
+        ends.append(moved(model))
+    assert naive.relative_error(ends[1], ends[0]) < close
+    assert opt.preconditioner._kept[4].alone.graph is not None
+    if not rank or not decay:  # a basis that is averaged has other shapes at first
+        assert all(block.base is P for block, P in zip(opt.preconditioner.blocks.values(), bases, strict=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("given", SAVED, ids=lambda given: "-".join(map(str, given.values())))
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_recorded_refreshes_are_those_one_by_one(given: dict[str, Any], autocast: torch.dtype | None) -> None:
+    ends = []
+    for run in (None, directly):
+        model = mixed_network("cuda", torch.float32)
+        opt = seng.SENG(model, lr=0.01, damping=0.1, refresh_every=3, curvature=seng.Curvature(**given))
+        opt.preconditioner.replay = run or opt.preconditioner.replay
+        losses = train_on(model, opt, 16, 48, autocast)
+        ends.append(moved(model))
+        assert ends[-1].isfinite().all() and sum(losses[-4:]) < sum(losses[:4])
+    assert naive.relative_error(*ends) < 0.01
+
+
+@on_gpu
+@every_rank
+@every_base
+def test_bfloat16_autocast_on_the_gpu_follows_float32(base: str, rank: int) -> None:
+    ends = []
+    for autocast in (None, torch.bfloat16):
+        model = mixed_network("cuda", torch.float32)
+        opt = seng.SENG(
+            model, lr=0.01, damping=0.1, refresh_every=3, curvature=seng.Curvature(base=base, rank=rank, base_rank=8)
+        )
+        train_on(model, opt, 8, 64, autocast)
+        ends.append(moved(model))
+    assert float(nn.functional.cosine_similarity(*ends, dim=0)) > 0.97
+
+
+@on_gpu
+@every_rank
+@every_base
+def test_a_step_between_refreshes_does_not_wait_and_a_checkpoint_moves(base: str, rank: int) -> None:
+    curvature = seng.Curvature(base=base, rank=rank)
+    model = mixed_network("cuda", torch.float32)
+    opt = seng.SENG(model, lr=0.01, refresh_every=100, curvature=curvature)
+    train_on(model, opt, 2)
+    opt.zero_grad()
+    model(torch.ones(8, 2, 6, 6, device="cuda", dtype=torch.float32)).square().mean().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        opt.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    twin = copy.deepcopy(model).cpu()
+    other = seng.SENG(twin, lr=0.01, refresh_every=100, curvature=curvature)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    before = values(model)
+    for m, o in ((model, opt), (twin, other)):
+        train_on(m, o, 2)
+    assert naive.relative_error(values(twin) - before.cpu(), (values(model) - before).cpu()) < 1e-3
+
+
+@on_gpu
+@pytest.mark.usefixtures("_fresh_compiler")
+@every_rank
+def test_a_compiled_step_on_the_gpu(rank: int) -> None:
+    ends = []
+    for compiled in (False, True):
+        model = mixed_network("cuda", torch.float32)
+        curvature = seng.Curvature(base="kronecker", rank=rank)
+        opt = seng.SENG(model, lr=torch.tensor(0.01, device="cuda"), damping=0.1, refresh_every=5, curvature=curvature)
+        if compiled:
+            opt.step = torch.compile(opt.step)
+        train_on(model, opt, 12)
+        ends.append(moved(model))
+    assert naive.relative_error(*ends) < 0.02
+
+
+@on_gpu
+@every_rank
+def test_float16_with_a_scaler_and_bad_captures_on_the_gpu(rank: int) -> None:
+    model = mixed_network("cuda", torch.float32)
+    opt = seng.SENG(model, lr=0.01, refresh_every=2, curvature=seng.Curvature(base="kronecker", rank=rank))
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**14)
+    losses = []
+    for i in range(12):
+        x = torch.randn(32, 2, 6, 6, generator=torch.Generator().manual_seed(i % 3)).to("cuda", torch.float32)
+        opt.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = nn.functional.cross_entropy(model(x), torch.arange(32, device="cuda") % 5)
+        scaler.scale(loss * (torch.inf if i == 4 else 1)).backward()
+        scaler.step(opt)
+        scaler.update()
+        losses.append(float(loss.detach()))
+    assert values(model).isfinite().all() and losses[-1] < losses[2] and opt.preconditioner.steps == 11
