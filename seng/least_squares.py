@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from seng.checks import check_number
-from seng.linearization import Linear, free_memory
+from seng.linearization import Linear
 from seng.normal import Solve, normal_equations
 from seng.notices import warn
 from seng.operators import Operator
+from seng.plan import free_memory
 from seng.residuals import Batch, Parameters, Residual, Term, Values, has_samples
 from seng.sketch import Sketch
 

@@ -7,9 +7,9 @@ The paper stores U explicitly for small layers and G_i, A_i for large ones (its 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -315,14 +315,24 @@ def budget(curvature: Curvature, module: nn.Module) -> int | None:
     """The memory limit in bytes; a fraction is of what is free now on the device of the parameters."""
     if curvature.memory is None or isinstance(curvature.memory, int):
         return curvature.memory
-    device = next(module.parameters()).device
+    return int(curvature.memory * free_memory(next(module.parameters()).device))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had on the device now."""
     if device.type == "cuda":
-        return int(curvature.memory * torch.cuda.mem_get_info(device)[0])
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, AttributeError):
-        raise ValueError("the free memory cannot be read on this system: give Curvature(memory=…) in bytes") from None
-    return int(curvature.memory * free)
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        free = 4 * 2**30  # a system that does not say
+    try:  # a container may have less
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{what}").read_text().strip() for what in ("max", "current"))
+        return free if limit == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
 
 
 def size_of(count: float) -> str:
