@@ -43,8 +43,8 @@ def ours(lrs: tuple[float, ...] = SGD_LRS, curvature: Curvature | None = None, *
 
 CONTENDERS: dict[str, tuple[Callable[[nn.Module, float], Any], tuple[float, ...]]] = {
     "sgd": (lambda m, lr: torch.optim.SGD(m.parameters(), lr, 0.9, nesterov=True, weight_decay=5e-4), SGD_LRS),
-    "muon": (lambda m, lr: MuonAndAdamW(m, lr, 0.1, 0.95), MUON_LRS),
-    "muon, momentum 0.8": (lambda m, lr: MuonAndAdamW(m, lr, 0.1, 0.8), MUON_LRS),
+    "muon": (lambda m, lr: MuonAndAdamW(m, lr, 0.01, 0.95), MUON_LRS),
+    "muon, momentum 0.8": (lambda m, lr: MuonAndAdamW(m, lr, 0.01, 0.8), MUON_LRS),
     "seng": ours(),
     "seng, diagonal alone": ours(curvature=Curvature(base="diagonal", rank=0)),
     "seng, kronecker alone": ours(curvature=KRONECKER),
@@ -102,6 +102,8 @@ def train(make: Callable[[nn.Module, float], Any], lr: float, seed: int, data: A
 
 
 def main(names: list[str], out: Path) -> None:
+    if unknown := [name for name in names if name not in CONTENDERS]:
+        sys.exit(f"small_race: there is no contender {unknown[0]!r}; there are {', '.join(CONTENDERS)}")
     torch.set_num_threads(1)
     whole = load("cifar10")
     train_set, test_set = (

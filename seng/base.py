@@ -58,9 +58,9 @@ class Base(ABC):
         """P^exponent z of z (n,)."""
         return self.times(z.view(shape), exponent).reshape(-1)
 
-    def basis(self, U: Merged, exponent: float) -> Merged:
-        """P^exponent U of a basis, in the precision that it has."""
-        Y = self.times(U.Y.to(U.dtype).unflatten(1, U.shape), exponent).flatten(1)
+    def moved(self, U: Merged, old: Base) -> Merged:
+        """A basis from the coordinates of an earlier P, in the precision that it has."""
+        Y = self.times(old.times(U.Y.to(U.dtype).unflatten(1, U.shape), 0.5), -0.5).flatten(1)
         return Merged.of(Y, U.shape, U.Y.dtype in HALF).scaled(U.scale)
 
 
@@ -141,22 +141,21 @@ def _along(X: Tensor, V: Tensor, w: Tensor, c: Tensor) -> Tensor:
 
 
 def _columns(base: Base, U: Operator) -> Operator:
-    if isinstance(U, Merged):
-        return base.basis(U, -0.5)
     X = U.explicit().U.T  # (ϱ, n)
     return Explicit(base.times(X.to(wide(X.dtype)).unflatten(1, U.shape), -0.5).flatten(1).T, U.shape)
 
 
 def renewed(
     old: Base | None, U: Operator, *, kronecker: bool, power: float, rank: int, decay: float, generator: Any, total: Total
-) -> Kronecker | Diagonal:
-    """P after another refresh, from the captured U of this rank; `total` adds up over ranks."""
+) -> tuple[Kronecker | Diagonal, Tensor]:
+    """P after another refresh, from the captured U of this rank, and whether that was finite; `total` adds up over ranks."""
     if not kronecker:
         v = U.row_norms()
         total([v])
         known = isinstance(old, Diagonal) and old.v.shape == v.shape
         before = cast(Diagonal, old).v if known else v
-        return Diagonal(torch.where(v.isfinite().all(), decay * before + (1 - decay) * v, before if known else 0), power)
+        fine = v.isfinite().all()
+        return Diagonal(torch.where(fine, decay * before + (1 - decay) * v, before if known else 0), power), fine
     assert isinstance(U, Implicit | Windows)
     factors = U.implicit() if isinstance(U, Windows) else U
 
@@ -169,7 +168,7 @@ def renewed(
         return updated(before if alike else None, side, rank, decay, generator, fine)
 
     G, A = (old.G, old.A) if isinstance(old, Kronecker) else (None, None)
-    return Kronecker(factor(seen[0], G), factor(seen[1], A), power)
+    return Kronecker(factor(seen[0], G), factor(seen[1], A), power), fine.all()
 
 
 def numbers(shape: Shape, kronecker: bool, rank: int) -> int:

@@ -73,7 +73,7 @@ class Block:
         return self.direction(g, *self.factor(damping))
 
     def direction(self, g: Tensor, lam: Tensor, inverse: Tensor) -> Tensor:
-        """The same with the factorization at hand; where it failed, the plain gradient, and that is counted."""
+        """The same with the factorization at hand; where it failed, P⁻¹g, and that is counted."""
         d = self._based(g, lam, inverse)
         if not self.graft:
             return d

@@ -120,7 +120,7 @@ def updated(
     for _ in range(FIRST if old is None else LATER):
         Z = orthonormal(orthonormal(times(Z).to(widest(Z)))).to(dtype)
     s, V = _ordered(Z, Z.mT @ times(Z))
-    s, V = s[:, :rank], V[:, :, :rank]
+    s, V = s[:, :rank], V[:, :, :rank].contiguous()
     trace = mixed(0.0 if old is None else old.trace[:, None, None], seen.trace[:, None, None])[:, 0, 0]
     return Factor(V, s, ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0) * (rank < n))
 

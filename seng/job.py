@@ -150,8 +150,8 @@ class Job:
         assert self.previous is not None and isinstance(self.previous.U, Merged) and isinstance(self.U, Merged)
         before, gram = self.previous.U, self.previous.gram
         if self.base is not None and self.previous.base is not None:  # P has moved, and with it the coordinates
-            before = self.base.basis(self.previous.base.basis(before, 0.5), -0.5)
-            gram = before.gram()
+            before = self.base.moved(before, self.previous.base)
+            gram = torch.where(gram.isfinite().all(), before.gram(), torch.nan)  # what was half written stays unusable
         if self.half and before.Y.dtype not in HALF:
             before = Merged.of(before.Y, before.shape, True).scaled(before.scale)
         self.fresh = self.gram, self.top

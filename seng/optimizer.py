@@ -79,23 +79,25 @@ class SENG(Optimizer):
             Preconditioner, curvature=curvature, refresh_every=refresh_every, units=units, strict=strict, strategy=strategy
         )
         self._module = module
-        if module is None and any(group["orthogonal"] for group in self.param_groups):
-            raise ValueError(
-                "orthogonal=True is about the layers' matrices: write SENG(model, …), or module=model beside parameters"
-            )
         if module is not None:
             self.preconditioner = self._engine(module, self._params())
-            self._check_whole()
-        elif strict:
+        self._check_orthogonal()
+        if module is None and strict:
             raise ValueError("strict=True: no module was given, so every parameter would take the plain gradient")
-        else:
+        if module is None:
             warn(
                 "no module was given, so every parameter takes the plain gradient and this is SGD; "
                 "write SENG(model, …), or module=model beside your parameters"
             )
 
-    def _check_whole(self) -> None:
-        if self.preconditioner is not None and self.preconditioner.spread and self._orthogonal:
+    def _check_orthogonal(self) -> None:
+        if not self._orthogonal:
+            return
+        if self.preconditioner is None:
+            raise ValueError(
+                "orthogonal=True is about the layers' matrices: write SENG(model, …), or module=model beside params"
+            )
+        if self.preconditioner.spread:
             raise ValueError("orthogonal=True needs whole matrices, and these parameters are spread over ranks: leave it out")
 
     @property
@@ -115,10 +117,11 @@ class SENG(Optimizer):
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._forget_step()
-        if self.preconditioner is not None:
+        if hasattr(self, "_module"):  # not while it is built
             try:
-                self.preconditioner.cover(self._params())
-                self._check_whole()
+                if self.preconditioner is not None:
+                    self.preconditioner.cover(self._params())
+                self._check_orthogonal()
             except ValueError:
                 self.param_groups.pop()
                 raise
@@ -159,10 +162,10 @@ class SENG(Optimizer):
         for group in self.param_groups if directions else ():
             params = [p for p in group["params"] if p in directions]
             if group["orthogonal"] and self.preconditioner is not None:
-                matrices = orthogonal_step.matrices_of(self.preconditioner.sites, params)
+                blocks = orthogonal_step.blocks_of(self.preconditioner.sites, params)
                 run = directly if torch.compiler.is_compiling() else self.preconditioner.replay
-                orthogonal_step.update(self.state, group, matrices, directions, run)
-                taken = {s.param for _, active in matrices for s in active}
+                orthogonal_step.update(self.state, group, blocks, directions, run)
+                taken = {s.param for _, active in blocks for s in active}
                 params = [p for p in params if p not in taken]
             update(self.state, group, params, directions)
 
@@ -246,6 +249,8 @@ class SENG(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         curvature = state.pop("_curvature", None)
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("orthogonal", False)  # of before there was such a thing
         self._forget_step()
         if "_module" in state:  # torch's load_state_dict comes by here too, with groups and momentum alone
             self.preconditioner = None
@@ -319,6 +324,7 @@ class SENG(Optimizer):
         ]
         try:
             super().load_state_dict(state_dict)
+            self._check_orthogonal()
         finally:
             for handle in handles:
                 handle.remove()

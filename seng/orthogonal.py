@@ -1,11 +1,12 @@
 """Steps that move all singular directions of a layer alike: of each layer's momentum x = UΣVᵀ its polar factor O ≈ UVᵀ.
 
-    θ ← θ − lr·(‖x‖/‖O‖·O + weight_decay·θ)
+    θ ← θ − lr·(O·RMS·√n/‖O‖ + weight_decay·θ)
 
 That is steepest descent in the spectral norm, the step of Muon (Jordan et al. 2024), here of SENG's directions: what few
-samples agree on is stepped along as far as what all do. It is as long as x itself, so that an SGD recipe's lr carries over.
-Weight and bias of a layer are one matrix, as everywhere in SENG; norms, embeddings and all that is no matrix take SGD's step.
-Weight decay is decoupled: as a part of x it would be stretched too.
+samples agree on is stepped along as far as what all do. Every layer's step has the same root mean square, lr·RMS, whatever the
+scale of the loss. Weight and bias of a layer are one matrix, as everywhere in SENG; norms and embeddings, which are none, step
+along x itself, as long; what SENG does not cover takes SGD's step. Weight decay is decoupled: as a part of x it would be
+stretched too.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 
 from seng.sites import Segment, Site
 
+RMS = 1 / 30  # of a step, per unit of lr: so that lr is about what it is for SGD on networks with norms
 STEPS = 5
 QUINTIC = 3.4445, -4.7750, 2.0315  # Jordan et al.: singular values between 0.7 and 1.2 after five steps, from 1e-3 up
 
-Matrix = tuple[Site, tuple[Segment, ...]]
+Part = tuple[Site, tuple[Segment, ...]]  # a layer, or those of its parameters that take this step
 
 
 def polar(X: Tensor) -> Tensor:
@@ -41,52 +43,51 @@ def polar(X: Tensor) -> Tensor:
     return (Y if wide else Y.mT).to(X.dtype)
 
 
-def steps(*xs: Tensor, matrices: tuple[Matrix, ...]) -> tuple[Tensor, ...]:
-    """‖x‖/‖O‖·O for the parameters of the matrices, in order; matrices of one shape are worked out at once."""
+def steps(*xs: Tensor, blocks: tuple[Part, ...]) -> tuple[Tensor, ...]:
+    """The steps of the parameters of the blocks, in order, at lr 1; matrices of one shape are worked out at once."""
     rest = iter(xs)
-    groups: defaultdict[object, list[tuple[int, Tensor]]] = defaultdict(list)
-    for i, (site, active) in enumerate(matrices):
-        given = {segment.param: next(rest) for segment in active}
-        X = site.gather(active, given, next(iter(given.values())).dtype).view(site.shape(active))
-        groups[X.shape, X.dtype, X.device].append((i, X))
+    given = [[next(rest) for _ in active] for _, active in blocks]
     found: dict[int, Tensor] = {}
-    for same in groups.values():
-        X = torch.cat([x for _, x in same])
-        both = [Z.unflatten(0, (len(same), -1)) for Z in (X, polar(X))]  # (L, h, n_G, n_A) each
-        x, o = (torch.linalg.vector_norm(Z, dim=(1, 2, 3), keepdim=True) for Z in both)
-        scaled = both[1] * (x / torch.where(o > 0, o, 1))
-        found |= {i: one for (i, _), one in zip(same, scaled.unbind(), strict=True)}
-    out = [site.scatter(active, found[i].reshape(-1)) for i, (site, active) in enumerate(matrices)]
-    return tuple(parts[s.param] for parts, (_, active) in zip(out, matrices, strict=True) for s in active)
+    alike: defaultdict[object, list[int]] = defaultdict(list)
+    for i, ((site, active), tensors) in enumerate(zip(blocks, given, strict=True)):
+        tensor_of = {s.param: x for s, x in zip(active, tensors, strict=True)}
+        found[i] = site.gather(active, tensor_of, site.dtype).view(site.shape(active))
+        if site.matrix and any(s.name == "weight" for s in active):
+            alike[found[i].shape, found[i].dtype, found[i].device].append(i)
+    for same in alike.values():
+        found |= zip(same, polar(torch.cat([found[i] for i in same])).chunk(len(same)), strict=True)
+    out = []
+    for i, (site, active) in enumerate(blocks):
+        length = torch.linalg.vector_norm(found[i])
+        moved = found[i] * (RMS * found[i].numel() ** 0.5 / torch.where(length > 0, length, 1))
+        parts = site.scatter(active, moved.reshape(-1))
+        out += [parts[s.param].to(x.dtype) for s, x in zip(active, given[i], strict=True)]
+    return tuple(out)
 
 
-def matrices_of(sites: Sequence[Site], params: Sequence[nn.Parameter]) -> tuple[Matrix, ...]:
-    """What of these parameters is a matrix: the weights of layers with factors, and the biases beside them."""
+def blocks_of(sites: Sequence[Site], params: Sequence[nn.Parameter]) -> tuple[Part, ...]:
+    """What of these parameters belongs to a layer that is covered, layer by layer."""
     there = set(params)
-    found: list[Matrix] = []
-    for site in sites:
-        active = tuple(s for s in site.segments if s.param in there)
-        if site.factored and any(s.name == "weight" for s in active):
-            found.append((site, active))
-    return tuple(found)
+    found = ((site, tuple(s for s in site.segments if s.param in there)) for site in sites)
+    return tuple((site, active) for site, active in found if active)
 
 
 def update(
     state: Any,
     group: Mapping[str, Any],
-    matrices: tuple[Matrix, ...],
+    blocks: tuple[Part, ...],
     directions: Mapping[nn.Parameter, Tensor],
     run: Callable[..., Sequence[Tensor]],
 ) -> None:
-    """One step of these matrices' parameters, in place; `run` may replay `steps`."""
-    params = [s.param for _, active in matrices for s in active]
+    """One step of the blocks' parameters, in place; `run` may replay `steps`."""
+    params = [s.param for _, active in blocks for s in active]
     if not params:
         return
     xs: Sequence[Tensor] = [directions[p].to(p.dtype) for p in params]
     xs = torch._foreach_neg(list(xs)) if group["maximize"] else xs
     if group["momentum"]:
         xs = _with_momentum(state, params, xs, group["momentum"], group["nesterov"])
-    moves = list(run(steps, *xs, matrices=matrices))
+    moves = list(run(steps, *xs, blocks=blocks))
     if group["weight_decay"]:
         moves = list(torch._foreach_add(moves, list(params), alpha=group["weight_decay"]))
     lr = group["lr"]

@@ -175,10 +175,11 @@ def _with_base(
     def based(plans: Sequence[Plan]) -> list[Plan]:
         metrics: dict[bool, Metric] = {True: "kronecker", False: "diagonal"}
         metric = [metrics[d.factored and curvature.base == "kronecker"] for d in dims]
-        return [
-            p if p.form == "plain" else replace(p, base=m, base_rank=rank if m == "kronecker" else 0)
-            for p, m in zip(plans, metric, strict=True)
+        fitting = [
+            replace(p, form="merged", rank=0, why=f"the base alone: U {p.why}") if p.form == "plain" else p for p in plans
         ]
+        ranks = [rank if m == "kronecker" else 0 for m in metric]
+        return [replace(p, base=m, base_rank=r) for p, m, r in zip(fitting, metric, ranks, strict=True)]
 
     alone = [Plan(d, "merged", 0, "the base alone") for d in dims]
     while budget is not None and rank > 1 and sum(p.bytes for p in based(alone)) > budget / (2 if curvature.rank != 0 else 1):
@@ -307,8 +308,7 @@ def _own_form(d: Dims, curvature: Curvature, rank: int) -> Plan:
 def site_dims(site: Site, kappa: int, samples: int, inputs: int = 0, half: bool = False) -> Dims:
     """What the plan needs to know of a site."""
     shape = site.shape(site.active() or site.segments)
-    factored = all(member.kind.factored for member in site.members)
-    return Dims(site.name, shape, kappa, samples, site.own_form, site.dtype.itemsize, half, inputs, factored)
+    return Dims(site.name, shape, kappa, samples, site.own_form, site.dtype.itemsize, half, inputs, site.matrix)
 
 
 def budget(curvature: Curvature, module: nn.Module) -> int | None:

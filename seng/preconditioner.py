@@ -41,6 +41,7 @@ from seng.sites import Segment, Site, survey
 from seng.sketch import Identity
 from seng.solver import Gradients, OneByOne, Ready, Solve, sort
 from seng.spread_state import pack_block, unpack_block
+from seng.staging import read
 from seng.windows import Windows
 
 # Why these two: docs/tuning.md. On digits less damping is within noise and 0.03 or 0.1 is worse; refreshing more often is no
@@ -100,6 +101,9 @@ class Preconditioner:
         )
         self._waiting: dict[tuple[tuple[Segment, ...], int, int], Plan] = {}  # parameters, κ and ϱ -> what `_keep` goes by
         self._noted: tuple[dict[int, Solve], Ready, Gradients] | None = None  # a refresh whose directions are to come
+        self.renewed: dict[
+            int, tuple[base.Kronecker | base.Diagonal, Tensor]
+        ] = {}  # during a refresh: P, and whether it is fine
         self.observer = Observer(module, WeakMethod(self._observe)) if curvature.fisher != "empirical" else None
         self.cover(params)
         if (self.observer or curvature.blocks == "network") and (self.ranks.team.many or self.spread):
@@ -138,6 +142,7 @@ class Preconditioner:
         self.spread = any(site.sharded for site in sites)  # asked here, since a compiler does not see it
         self._kept = None
         self._waiting.clear()
+        self.replay.forget()  # what it recorded holds on to sites of before
         plain = self.curvature.sketch is None and self.curvature.base == "identity" and not self.ranks.team.pools
         early = partial(grams, run=self.replay) if plain else None
         self.samples = Samples(sites, self.curvature.samples, WeakMethod(self._keep), early, self.observer is not None)
@@ -324,7 +329,6 @@ class Preconditioner:
         self.ranks.know(found, self.sites, seen)
         self.half = seen.half and self.sites[0].lead.is_cuda
         pools = self.ranks.team.pools
-        self.renewed: dict[int, base.Kronecker | base.Diagonal] = {}
         jobs = self._pooled_jobs(found, seen, damping) if pools else self._jobs(found, grads, damping)
         curvature = replace(self.curvature, form="merged", sketch=None) if pools else self.curvature
         with self.samples.together:
@@ -343,6 +347,7 @@ class Preconditioner:
             elif len(jobs[index].gram):  # the last good curvature stays; without one it is the plain gradient, and one is owed
                 self._drop_refresh(index)
         refreshed = [index for index, block in built.items() if block is not None] + self._install_alone(jobs)
+        self.renewed.clear()
         self.ranks.agree(self.blocks, refreshed, self.sites)
         return [index for index in refreshed if index in self.blocks]
 
@@ -375,14 +380,14 @@ class Preconditioner:
             return U
         previous, team = self._alike(index), self.ranks.team
         with self.samples.timer(index):
-            self.renewed[index] = P = base.renewed(
+            P, _ = self.renewed[index] = base.renewed(
                 None if previous is None else previous.base,
                 U,
                 kronecker=chosen.base == "kronecker",
                 power=float(self.curvature.power),
                 rank=chosen.base_rank,
                 decay=self.curvature.averaging,
-                generator=self._generator(index),
+                generator=self._generator(index, "base"),
                 total=lambda sums: team.sum_(list(sums), "adding up a base") if team.pools and team.many else None,
             )
             return P.white(U) if chosen.rank else U
@@ -396,8 +401,12 @@ class Preconditioner:
     def _install_alone(self, jobs: Mapping[int, Job]) -> list[int]:
         """Blocks that are a base and nothing else."""
         alone = [index for index in self.renewed if index not in jobs]
+        looks = read([self.renewed[index][1][None] for index in alone])
+        for index in [index for index, (fine,) in zip(alone, looks, strict=True) if not fine]:
+            alone.remove(index)
+            self._drop_refresh(index)
         for index in alone:
-            site, previous, P = self.sites[index], self._alike(index), self.renewed[index]
+            site, previous, (P, _) = self.sites[index], self._alike(index), self.renewed[index]
             nothing = torch.zeros((), dtype=site.dtype, device=site.lead.device)
             shape = site.shape(self.samples.active[index])
             U = Merged.of(nothing.new_zeros(0, math.prod(shape)), shape)
@@ -419,8 +428,8 @@ class Preconditioner:
             if chosen.form == "plain":
                 self._take_plain(index, chosen.why)
         kept = {index: chosen for index, chosen in plans.items() if chosen.form != "plain"}
-        stream = lambda index: partial(self._generator, index)  # noqa: E731
-        Us = self.ranks.pool(kept, self.samples, seen, self._scale, stream, self._whitened)
+        streams = {index: partial(self._generator, index) for index in kept}
+        Us = self.ranks.pool(kept, self.samples, seen, self._scale, streams.__getitem__, self._whitened)
         return {index: self._job(index, plans[index], U, damping, None) for index, U in Us.items()}
 
     @property
@@ -437,7 +446,8 @@ class Preconditioner:
         half = self.half and site.dtype == torch.float32 and harmless
         timer = self.samples.timer(index)
         own = self._alike(index), partial(self._generator, index), timer, known
-        return Job(U, chosen, damping, half, *own, base=self.renewed.get(index), graft=self.curvature.grafts)
+        P, _ = self.renewed.get(index, (None, None))
+        return Job(U, chosen, damping, half, *own, base=P, graft=self.curvature.grafts)
 
     def _install(self, index: int, block: Block) -> None:
         if index in self.blocks:
@@ -480,10 +490,11 @@ class Preconditioner:
         columns = U.n * U.samples * U.dtype.itemsize
         return U.explicit() if columns <= U.bytes and chosen.form != "implicit" else U
 
-    def _generator(self, index: int) -> torch.Generator:
+    def _generator(self, index: int, what: str = "") -> torch.Generator:
         """Ω's own stream: a function of the seed, the step and the site, so that step and seed are all there is to save."""
         generator = torch.Generator(self.sites[index].lead.device)
-        return generator.manual_seed(hash((self.seed, self.steps, index)) % 2**63)
+        own = (self.seed, self.steps, index, *what.encode())  # numbers, whose hash is the same in every process
+        return generator.manual_seed(hash(own) % 2**63)
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
         """Per layer, from its last refresh."""

@@ -99,7 +99,7 @@ class Replay:
             results = function(*args, **constants)
             if known is None:
                 if len(self.recordings) == MOST:  # shapes keep changing: begin anew
-                    self._forget()
+                    self.forget()
                 self.recordings[key] = _Recording([_like(t) for t in (*tensors, *results)], len(tensors))
             return _placed(results, into)
         try:
@@ -110,7 +110,8 @@ class Replay:
             return directly(function, *args, into=into, **constants)
         return known.replayed(tensors, into)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let go of all recordings."""
         self.recordings.clear()
         self.arena = self.pool = None
 

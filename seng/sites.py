@@ -91,6 +91,11 @@ class Site:
         return any(member.kind.factored for member in self.members)
 
     @property
+    def matrix(self) -> bool:
+        """Whether every one of its layers has factors, so that it is one matrix with two sides, or a stack of them."""
+        return all(member.kind.factored for member in self.members)
+
+    @property
     def own_form(self) -> Literal["explicit", "lookup"] | None:
         """The form that a site without factors keeps."""
         if self.factored:
