@@ -19,5 +19,5 @@ def paper(damping: float = 1.0, refresh_every: int = 200, sketch: Sketch | None 
 
 
 def orthogonal(momentum: float = 0.8) -> dict[str, Any]:
-    """Muon's step of SENG's directions (seng/orthogonal.py): docs/race.md. Its steps have one length: let a schedule end at 0."""
+    """Muon's step of SENG's directions (seng/orthogonal.py): docs/race.md. Steps have one length: let a schedule end at 0."""
     return {"momentum": momentum, "nesterov": True, "orthogonal": True}

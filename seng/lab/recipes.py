@@ -271,7 +271,7 @@ class OrthogonalSENG(SENG):
     orthogonal: bool = True
     name: ClassVar[str] = "seng-orthogonal"
     space: ClassVar[Space] = {
-        "lr": Between(5e-2, 5.0),
+        "lr": Between(1e-2, 1.0),
         "weight_decay": Between(1e-4, 2e-3),
         "momentum": Between(0.6, 0.95, log=False),
     }
