@@ -19,7 +19,7 @@ from seng.operators import product, wide
 
 FLOOR = 0.01  # of the mean eigenvalue, added to all: inputs that are never active would be stepped along without bound
 FIRST, LATER = 6, 2  # products of a range finder: it begins at random, later ones where the last one ended
-GRAM = 8192  # columns up to which a batch's xxᵀ is worked out once, for a moment, in place of twice an iteration
+GRAM = 8192  # rows n up to which a batch's xxᵀ is worked out once, for a moment, in place of twice an iteration
 
 Total = Callable[[Sequence[Tensor]], None]  # adds up over ranks, in place
 

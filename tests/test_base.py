@@ -183,7 +183,7 @@ class TestFactor:
         torch.testing.assert_close(found.trace, e.sum(1))
 
     def test_the_range_finder_goes_on_from_where_it_was(self) -> None:
-        """A constant C is found better and better, one product a refresh."""
+        """A constant C is found better and better, a product or two a refresh."""
         X = torch.randn(1, 60, 200, dtype=F64, generator=torch.Generator().manual_seed(3))  # a flat spectrum: the hard case
         C = X @ X.mT
         best = torch.linalg.eigvalsh(C)[:, -8:].sum()
