@@ -684,6 +684,13 @@ def test_the_budget_holds_for_base_and_columns_together(choose: Any, budget: int
         choose([LARGE, GROUPED, NORM], seng.Curvature(base="kronecker", rank=rank, memory=1000), 1000)
 
 
+@pytest.mark.parametrize("choose", [plan, pooled_plan])
+def test_a_layer_whose_columns_do_not_fit_keeps_its_base(choose: Any) -> None:
+    large, grouped = choose([LARGE, GROUPED], seng.Curvature(base="kronecker", rank=16, memory=10**6), 10**6)
+    assert (large.base, large.form, large.rank) == ("kronecker", "merged", 0) and "the base alone" in large.why
+    assert grouped.base == "kronecker" and large.bytes + grouped.bytes <= 10**6
+
+
 @every_rank
 @every_base
 def test_a_budget_in_the_optimizer_and_in_explain(base: str, rank: int) -> None:
