@@ -22,7 +22,8 @@ class Curvature:
     form="auto"            plans per layer from its shape; see `seng.explain`
     samples=None           ϱ: the first so many of the step's samples; None takes all, since they cost no extra backward
     rank=16                r of the implicit form and width k of the merged basis, which holds k·n numbers; more gained little
-                           (docs/tuning.md); more than exists means exact; None keeps as many as the direction needs
+                           (docs/tuning.md); more than exists means exact; None keeps as many as the direction needs; 0 leaves
+                           the base alone, which is no curvature at all where that is the identity
     sketch=None            exact products; a `seng.sketch` trades accuracy for a cheaper refresh
     combine="exact"        Uc by eq. 22; "independent" is the paper's cheap eq. 23, for its tables
     decay=None             0.8 where the form can accumulate: one batch is too noisy; 0 (each refresh replaces U) is the paper's
@@ -73,8 +74,8 @@ class Curvature:
                     "fisher='empirical' takes the loss that is trained"
                 )
         _one_of("base", self.base, get_args(Metric))
-        if self.rank is not None and not (type(self.rank) is int and self.rank == 0 and self.base != "identity"):
-            _positive_int("rank", self.rank)  # with a base, 0 leaves P alone
+        if self.rank is not None and not (type(self.rank) is int and self.rank == 0):
+            _positive_int("rank", self.rank)
         _positive_int("base_rank", self.base_rank)
         if isinstance(self.power, bool) or not (isinstance(self.power, int | float) and 0 < self.power <= 1):
             raise ValueError(f"Curvature: power is the p of C^p, above 0 and at most 1, not {self.power!r}")
@@ -119,6 +120,11 @@ class Curvature:
     def assumed(self) -> Loss:
         """The loss at the output, where `fisher` asks for one."""
         return self.loss or ("squares" if self.fisher == "gauss-newton" else "cross-entropy")
+
+    @property
+    def none(self) -> bool:
+        """Whether directions are gradients, and nothing is captured."""
+        return self.rank == 0 and self.base == "identity"
 
     @property
     def grafts(self) -> bool:

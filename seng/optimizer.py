@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd
 
-from seng import orthogonal as orthogonal_step
 from seng.checks import check_group, check_number, check_options
 from seng.curvature import Curvature, Units
 from seng.distributed import team_of
 from seng.notices import warn
+from seng.orthogonal import Orthogonal
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
-from seng.replay import directly
 from seng.solver import Quick, Ready
 from seng.state import nested
 
@@ -107,6 +106,7 @@ class SENG(Optimizer):
     def _forget_step(self) -> None:
         """What is kept from step to step to save time."""
         self._quick: Quick | None = None
+        self._layers: dict[int, Orthogonal] = {}  # by group
         self._damping: tuple[list[tuple[float, int]], dict[nn.Parameter, float]] | None = None
 
     def _params(self) -> list[nn.Parameter]:
@@ -159,14 +159,14 @@ class SENG(Optimizer):
         return loss
 
     def _update(self, directions: dict[nn.Parameter, Tensor]) -> None:
-        for group in self.param_groups if directions else ():
+        for i, group in enumerate(self.param_groups if directions else ()):
             params = [p for p in group["params"] if p in directions]
             if group["orthogonal"] and self.preconditioner is not None:
-                blocks = orthogonal_step.blocks_of(self.preconditioner.sites, params)
-                run = directly if torch.compiler.is_compiling() else self.preconditioner.replay
-                orthogonal_step.update(self.state, group, blocks, directions, run)
-                taken = {s.param for _, active in blocks for s in active}
-                params = [p for p in params if p not in taken]
+                layers = self._layers.get(i)
+                if layers is None or layers.given != [*map(id, params)]:
+                    layers = self._layers[i] = Orthogonal(self.preconditioner.sites, params)
+                layers.step(self.state, group, directions)
+                params = layers.others
             update(self.state, group, params, directions)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -330,7 +330,7 @@ class SENG(Optimizer):
                 handle.remove()
 
     def _load_curvature(self, curvature: dict[nn.Parameter, dict[str, Any]]) -> None:
-        if self.preconditioner is None:
+        if self.preconditioner is None or self.preconditioner.curvature.none:
             return
         self.preconditioner.load_state(curvature)
         entries = curvature.values()

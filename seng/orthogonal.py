@@ -4,9 +4,12 @@
 
 That is steepest descent in the spectral norm, the step of Muon (Jordan et al. 2024), here of SENG's directions: what few
 samples agree on is stepped along as far as what all do. Every layer's step has the same root mean square, lr·RMS, whatever the
-scale of the loss. Weight and bias of a layer are one matrix, as everywhere in SENG; norms and embeddings, which are none, step
-along x itself, as long; what SENG does not cover takes SGD's step. Weight decay is decoupled: as a part of x it would be
-stretched too.
+scale of the loss. Weight and bias of a layer are one matrix, as everywhere in SENG. Norms and embeddings, which are none, take
+Adam's step, each number divided by the running root mean square r of its direction,
+
+    θ ← θ − lr·(RMS·(1 − momentum)·x/r + weight_decay·θ)
+
+and what SENG does not cover takes SGD's. Weight decay is decoupled: as a part of x it would be stretched too.
 """
 
 from __future__ import annotations
@@ -18,13 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seng.operators import wide
+from seng.replay import capturing, side_stream
 from seng.sites import Segment, Site
+from seng.staging import send
 
 RMS = 1 / 30  # of a step, per unit of lr: so that lr is about what it is for SGD on networks with norms
 STEPS = 5
 QUINTIC = 3.4445, -4.7750, 2.0315  # Jordan et al.: singular values between 0.7 and 1.2 after five steps, from 1e-3 up
+MEMORY = 0.95  # of r², as in SOAP: Adam's 0.999 is slow for runs of a few thousand steps
+TINY = 1e-15  # added to r: where nothing has come yet, nothing is done
 
 Part = tuple[Site, tuple[Segment, ...]]  # a layer, or those of its parameters that take this step
+Number = float | Tensor
 
 
 def polar(X: Tensor) -> Tensor:
@@ -43,7 +52,13 @@ def polar(X: Tensor) -> Tensor:
     return (Y if wide else Y.mT).to(X.dtype)
 
 
-def steps(*xs: Tensor, blocks: tuple[Part, ...]) -> tuple[Tensor, ...]:
+def is_matrix(part: Part) -> bool:
+    """Whether it has a polar factor: not norms, tables, nor a bias that is trained alone."""
+    site, active = part
+    return site.matrix and any(s.name == "weight" for s in active)
+
+
+def polar_steps(xs: Sequence[Tensor], blocks: Sequence[Part]) -> list[Tensor]:
     """The steps of the parameters of the blocks, in order, at lr 1; matrices of one shape are worked out at once."""
     rest = iter(xs)
     given = [[next(rest) for _ in active] for _, active in blocks]
@@ -52,8 +67,7 @@ def steps(*xs: Tensor, blocks: tuple[Part, ...]) -> tuple[Tensor, ...]:
     for i, ((site, active), tensors) in enumerate(zip(blocks, given, strict=True)):
         tensor_of = {s.param: x for s, x in zip(active, tensors, strict=True)}
         found[i] = site.gather(active, tensor_of, site.dtype).view(site.shape(active))
-        if site.matrix and any(s.name == "weight" for s in active):
-            alike[found[i].shape, found[i].dtype, found[i].device].append(i)
+        alike[found[i].shape, found[i].dtype, found[i].device].append(i)
     for same in alike.values():
         found |= zip(same, polar(torch.cat([found[i] for i in same])).chunk(len(same)), strict=True)
     out = []
@@ -62,49 +76,115 @@ def steps(*xs: Tensor, blocks: tuple[Part, ...]) -> tuple[Tensor, ...]:
         moved = found[i] * (RMS * found[i].numel() ** 0.5 / torch.where(length > 0, length, 1))
         parts = site.scatter(active, moved.reshape(-1))
         out += [parts[s.param].to(x.dtype) for s, x in zip(active, given[i], strict=True)]
-    return tuple(out)
+    return out
 
 
-def blocks_of(sites: Sequence[Site], params: Sequence[nn.Parameter]) -> tuple[Part, ...]:
-    """What of these parameters belongs to a layer that is covered, layer by layer."""
-    there = set(params)
-    found = ((site, tuple(s for s in site.segments if s.param in there)) for site in sites)
-    return tuple((site, active) for site, active in found if active)
+class Orthogonal:
+    """The steps of the layers of one param group; on a GPU recorded at the second one, and from then on one launch."""
+
+    def __init__(self, sites: Sequence[Site], params: Sequence[nn.Parameter]) -> None:
+        """All that belongs to a covered layer, matrices first; `others` are left to SGD."""
+        self.given = [*map(id, params)]
+        there = set(params)
+        found = [(site, tuple(s for s in site.segments if s.param in there)) for site in sites]
+        self.matrices = [part for part in found if part[1] and is_matrix(part)]
+        rest = [part for part in found if part[1] and not is_matrix(part)]
+        self.params, self.elements = ([s.param for _, active in parts for s in active] for parts in (self.matrices, rest))
+        self.all = self.params + self.elements
+        taken = set(self.all)
+        self.others = [p for p in params if p not in taken]
+        self.key: object = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def step(self, state: Any, group: Mapping[str, Any], directions: Mapping[nn.Parameter, Tensor]) -> None:
+        """In place."""
+        if not self.all:
+            return
+        xs = [directions[p] for p in self.all]
+        buffers = [_kept(state[p], "momentum_buffer", torch.zeros_like, p) for p in self.all] if group["momentum"] else []
+        roots = [_kept(state[p], "direction_rms", torch.abs, directions[p].to(p.dtype)) for p in self.elements]
+        numbers = group["lr"], group["momentum"], group["weight_decay"]
+        signs = group["nesterov"], group["maximize"]
+        device = self.all[0].device
+        with torch.autocast(device.type, enabled=False):
+            if torch.compiler.is_compiling() or not self._recorded(device, xs, buffers, roots, signs):
+                self._advance(xs, buffers, roots, *numbers, *signs)
+            else:
+                self._replay(xs, numbers)
+
+    def _advance(
+        self,
+        xs: Sequence[Tensor],
+        buffers: list[Tensor],
+        roots: list[Tensor],
+        lr: Number,
+        momentum: Number,
+        decay: Number,
+        nesterov: bool,
+        maximize: bool,
+    ) -> None:
+        xs = [x.to(p.dtype) for x, p in zip(xs, self.all, strict=True)]
+        if maximize:
+            xs = torch._foreach_neg(xs)
+        along: Sequence[Tensor] = xs
+        if buffers:
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, xs)
+            along = buffers
+        if buffers and nesterov:
+            along = torch._foreach_mul(buffers, momentum)
+            torch._foreach_add_(along, xs)
+        count = len(self.params)
+        moves = polar_steps(along[:count], self.matrices)
+        for x, a, r in zip(xs[count:], along[count:], roots, strict=True):
+            x, a, before = (t.to(wide(t.dtype)) for t in (x, a, r))
+            root = (MEMORY * before.square() + (1 - MEMORY) * x.square()).sqrt()
+            moves.append((RMS * (1 - momentum) * a / (root + TINY)).to(r.dtype))
+            r.copy_(root)
+        params: list[Tensor] = [*self.all]
+        change = torch._foreach_mul(params, decay)
+        torch._foreach_add_(change, moves)
+        torch._foreach_mul_(change, lr)
+        torch._foreach_sub_(params, change)
+
+    def _recorded(
+        self, device: torch.device, xs: list[Tensor], buffers: list[Tensor], roots: list[Tensor], signs: tuple[bool, bool]
+    ) -> bool:
+        """Whether there is a recording of this step: the second time that all of it lies where it did."""
+        tensors = *self.all, *buffers, *roots
+        if device.type != "cuda" or any(t.device != device for t in (*tensors, *xs)) or capturing():
+            return False
+        key = signs, len(buffers), [t.data_ptr() for t in tensors], [x.dtype for x in xs]
+        if key != self.key:
+            self.key, self.graph = key, None
+            return False
+        if self.graph is None:
+            self.places = [torch.empty_like(x) for x in xs]
+            self.numbers = torch.zeros(3, dtype=wide(self.all[0].dtype), device=device)
+            self.graph = torch.cuda.CUDAGraph()
+            with (
+                torch.cuda.device(device),
+                torch.cuda.graph(self.graph, stream=side_stream(device), capture_error_mode="thread_local"),
+            ):
+                lr, momentum, decay = self.numbers.unbind()
+                self._advance(self.places, buffers, roots, lr, momentum, decay, *signs)
+        return True
+
+    def _replay(self, xs: list[Tensor], numbers: Sequence[Number]) -> None:
+        assert self.graph is not None
+        if any(isinstance(number, Tensor) for number in numbers):
+            for place, number in zip(self.numbers.unbind(), numbers, strict=True):
+                place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
+        else:
+            send(torch.tensor(numbers, dtype=self.numbers.dtype, device="cpu"), self.numbers.device, self.numbers)
+        torch._foreach_copy_(self.places, xs)
+        self.graph.replay()
+        torch.autograd.graph.increment_version(self.all)
 
 
-def update(
-    state: Any,
-    group: Mapping[str, Any],
-    blocks: tuple[Part, ...],
-    directions: Mapping[nn.Parameter, Tensor],
-    run: Callable[..., Sequence[Tensor]],
-) -> None:
-    """One step of the blocks' parameters, in place; `run` may replay `steps`."""
-    params = [s.param for _, active in blocks for s in active]
-    if not params:
-        return
-    xs: Sequence[Tensor] = [directions[p].to(p.dtype) for p in params]
-    xs = torch._foreach_neg(list(xs)) if group["maximize"] else xs
-    if group["momentum"]:
-        xs = _with_momentum(state, params, xs, group["momentum"], group["nesterov"])
-    moves = list(run(steps, *xs, blocks=blocks))
-    if group["weight_decay"]:
-        moves = list(torch._foreach_add(moves, list(params), alpha=group["weight_decay"]))
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        torch._foreach_sub_(list(params), torch._foreach_mul(moves, lr))
-    else:
-        torch._foreach_add_(list(params), moves, alpha=-lr)
-
-
-def _with_momentum(
-    state: Any, params: Sequence[nn.Parameter], xs: Sequence[Tensor], momentum: float, nesterov: bool
-) -> Sequence[Tensor]:
-    """As torch's SGD has it: the first buffer is the first direction."""
-    fresh = [p for p in params if state[p].get("momentum_buffer") is None]
-    for p in fresh:
-        state[p]["momentum_buffer"] = torch.zeros_like(p)
-    buffers = [state[p]["momentum_buffer"] for p in params]
-    torch._foreach_mul_(buffers, momentum)
-    torch._foreach_add_(buffers, list(xs))
-    return torch._foreach_add(list(xs), buffers, alpha=momentum) if nesterov else buffers
+def _kept(entry: dict[str, Any], name: str, first: Callable[[Tensor], Tensor], of: Tensor) -> Tensor:
+    """What is kept of a parameter under a name; `first(of)` where there is nothing yet."""
+    if entry.get(name) is None:
+        entry[name] = first(of)
+    kept: Tensor = entry[name]
+    return kept

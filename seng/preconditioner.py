@@ -102,7 +102,9 @@ class Preconditioner:
         self._waiting: dict[tuple[tuple[Segment, ...], int, int], Plan] = {}  # parameters, κ and ϱ -> what `_keep` goes by
         self._noted: tuple[dict[int, Solve], Ready, Gradients] | None = None  # a refresh whose directions are to come
         self.renewed: dict[int, tuple[base.Kronecker | base.Diagonal, Tensor]] = {}  # in a refresh: P, and whether it is fine
-        self.observer = Observer(module, WeakMethod(self._observe)) if curvature.fisher != "empirical" else None
+        self.observer = (
+            Observer(module, WeakMethod(self._observe)) if curvature.fisher != "empirical" and not curvature.none else None
+        )
         self.cover(params)
         if (self.observer or curvature.blocks == "network") and (self.ranks.team.many or self.spread):
             raise ValueError(
@@ -168,7 +170,8 @@ class Preconditioner:
     @property
     def refresh_due(self) -> bool:
         """Whether the coming step refreshes the curvature."""
-        return self.own_batch or self.missed or bool(self.owed) or self.steps % self.refresh_every == 0
+        due = self.own_batch or self.missed or bool(self.owed) or self.steps % self.refresh_every == 0
+        return due and not self.curvature.none
 
     def _rearm(self) -> None:
         self.samples.clear()
@@ -236,14 +239,15 @@ class Preconditioner:
         return tuple(damping.values()), self.renewals
 
     def _solved(self, grads: Gradients, damping: Dampings, ready: Ready) -> dict[nn.Parameter, Tensor]:
-        return ready.directions(grads) if self.ranks.averaging is None else self._averaged(grads, damping, ready)
+        plain = self.ranks.averaging is None or self.curvature.none
+        return ready.directions(grads) if plain else self._averaged(grads, damping, ready)
 
     def ready(self, grads: Gradients, damping: Dampings, updates: bool = False, traced: bool = False) -> Ready:
         """The blocks to solve with at this step, refreshed and factorized; one by one where the solve is traced.
 
         With `updates`, the kernels are made ready to update parameters as well.
         """
-        if not grads:
+        if not grads or self.curvature.none:
             return Ready()
         given = tuple(map(id, grads))
         if self._kept is not None and not self.refresh_due and self._kept[:4] == (damping, given, updates, traced):

@@ -72,6 +72,8 @@ class How:
     """Compile the network."""
     graph: bool = True
     """Replay forward and backward as a CUDA graph; --no-graph launches them one by one, as a plain loop does."""
+    tuned: str = ""
+    """Take what `seng tune` found under this label; default: under --label or, where there is nothing, without one."""
     untuned: bool = False
     """Leave aside what `seng tune` found."""
     again: bool = False
@@ -118,7 +120,9 @@ def chosen(
         known = json.loads(path.read_text()) if path.exists() and not how.untuned else {}
     except ValueError as wrong:
         raise ValueError(f"{path} cannot be read ({wrong}): run seng tune again, which writes it, or give --untuned") from None
-    tuned = known.get(f"{optimizer}-{how.label}") or known.get(optimizer)
+    if how.tuned and not how.untuned and f"{optimizer}-{how.tuned}" not in known:
+        raise ValueError(f"{path} has nothing for {optimizer} under {how.tuned!r}: seng tune {what.name} --label {how.tuned}")
+    tuned = known.get(f"{optimizer}-{how.tuned or how.label}") or known.get(optimizer)
     base = what.recipe(optimizer, budget)
     if tuned is not None:
         scale = budget / tuned.get("epochs", budget)  # a schedule that was searched in a shorter run

@@ -5,7 +5,7 @@ Adam, AdamW and Muon of torch; our K-FAC; SOAP and Shampoo of pytorch_optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -213,6 +213,10 @@ class SENG(Damped):
 
     @property
     def curvature(self) -> seng.Curvature:
+        return self.kept()
+
+    def kept(self, **base: Any) -> seng.Curvature:
+        """The curvature of these fields, over a base."""
         return seng.Curvature(
             self.form,
             samples=self.samples,
@@ -220,6 +224,7 @@ class SENG(Damped):
             decay=self.average,
             combine=self.combine,
             relative_damping=self.relative_damping,
+            **base,
         )
 
     def options(self) -> dict[str, Any]:
@@ -261,24 +266,25 @@ class PaperSENG(SENG):
 
 @dataclass(frozen=True)
 class OrthogonalSENG(SENG):
-    """Muon's step of SENG's directions, with or without a base."""
+    """Muon's step of SENG's directions, by default of gradients: docs/race.md."""
 
+    weight_decay: float = 5e-3
     momentum: float = 0.8
-    refresh_every: int = 100
+    rank: int | None = 0
     base: Literal["identity", "kronecker", "diagonal"] = "identity"
     power: float = 0.5
     base_rank: int = 128
     orthogonal: bool = True
     name: ClassVar[str] = "seng-orthogonal"
     space: ClassVar[Space] = {
-        "lr": Between(1e-2, 1.0),
-        "weight_decay": Between(1e-4, 2e-3),
-        "momentum": Between(0.6, 0.95, log=False),
+        "lr": Between(2e-2, 1.0),
+        "weight_decay": Between(5e-4, 5e-2),
+        "momentum": Between(0.6, 0.97, log=False),
     }
 
     @property
     def curvature(self) -> seng.Curvature:
-        return replace(super().curvature, base=self.base, power=self.power, base_rank=self.base_rank)
+        return self.kept(base=self.base, power=self.power, base_rank=self.base_rank)
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), "orthogonal": self.orthogonal}
