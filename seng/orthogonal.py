@@ -1,6 +1,6 @@
-"""Steps that move all singular directions of a layer alike: of each layer's momentum x = UΣVᵀ its polar factor O ≈ UVᵀ.
+"""Steps that move all singular directions of a layer alike: of each layer's momentum x = UΣVᵀ its polar factor Q ≈ UVᵀ.
 
-    θ ← θ − lr·(O·RMS·√n/‖O‖ + weight_decay·θ)
+    θ ← θ − lr·(Q·RMS·√n/‖Q‖ + weight_decay·θ)
 
 That is steepest descent in the spectral norm, the step of Muon (Jordan et al. 2024), here of SENG's directions: what few
 samples agree on is stepped along as far as what all do. Every layer's step has the same root mean square, lr·RMS, whatever the
@@ -14,42 +14,47 @@ and what SENG does not cover takes SGD's. Weight decay is decoupled: as a part o
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from seng.layers import ROWS
 from seng.operators import wide
 from seng.replay import capturing, side_stream
 from seng.sites import Segment, Site
 from seng.staging import send
 
 RMS = 1 / 30  # of a step, per unit of lr: so that lr is about what it is for SGD on networks with norms
+ELEMENT = RMS  # the same of a number that has no matrix
 STEPS = 5
 QUINTIC = 3.4445, -4.7750, 2.0315  # Jordan et al.: singular values between 0.7 and 1.2 after five steps, from 1e-3 up
 MEMORY = 0.95  # of r², as in SOAP: Adam's 0.999 is slow for runs of a few thousand steps
 TINY = 1e-15  # added to r: where nothing has come yet, nothing is done
+
+BRANCHES = 4  # of a recording, which run side by side: matrices are small and many, and each stream costs a workspace
 
 Part = tuple[Site, tuple[Segment, ...]]  # a layer, or those of its parameters that take this step
 Number = float | Tensor
 
 
 def polar(X: Tensor) -> Tensor:
-    """O of each of X (L, m, n), nearly: X ← aX + (bXXᵀ + c(XXᵀ)²)X, from X/‖X‖; 0 of a matrix of zeros.
+    """Q of each of X (L, m, n), nearly: X ← aX + (bXXᵀ + c(XXᵀ)²)X, from X/‖X‖; 0 of a matrix of zeros.
 
-    On a GPU in bfloat16: the iteration corrects its own rounding.
+    On a GPU X comes in bfloat16: the iteration corrects its own rounding.
     """
     wide = X.shape[-2] <= X.shape[-1]
     Y = X if wide else X.mT
     Y = Y / torch.linalg.matrix_norm(Y, keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)
-    Y = Y.to(torch.bfloat16 if X.is_cuda and X.dtype != torch.float64 else X.dtype)
     a, b, c = QUINTIC
     for _ in range(STEPS):
         S = Y @ Y.mT
         Y = torch.baddbmm(Y, torch.baddbmm(S, S, S, beta=b, alpha=c), Y, beta=a)
-    return (Y if wide else Y.mT).to(X.dtype)
+    return Y if wide else Y.mT
 
 
 def is_matrix(part: Part) -> bool:
@@ -58,54 +63,108 @@ def is_matrix(part: Part) -> bool:
     return site.matrix and any(s.name == "weight" for s in active)
 
 
-def polar_steps(xs: Sequence[Tensor], blocks: Sequence[Part]) -> list[Tensor]:
-    """The steps of the parameters of the blocks, in order, at lr 1; matrices of one shape are worked out at once."""
-    rest = iter(xs)
-    given = [[next(rest) for _ in active] for _, active in blocks]
-    found: dict[int, Tensor] = {}
-    alike: defaultdict[object, list[int]] = defaultdict(list)
-    for i, ((site, active), tensors) in enumerate(zip(blocks, given, strict=True)):
-        tensor_of = {s.param: x for s, x in zip(active, tensors, strict=True)}
-        found[i] = site.gather(active, tensor_of, site.dtype).view(site.shape(active))
-        alike[found[i].shape, found[i].dtype, found[i].device].append(i)
-    for same in alike.values():
-        found |= zip(same, polar(torch.cat([found[i] for i in same])).chunk(len(same)), strict=True)
-    out = []
-    for i, (site, active) in enumerate(blocks):
-        length = torch.linalg.vector_norm(found[i])
-        moved = found[i] * (RMS * found[i].numel() ** 0.5 / torch.where(length > 0, length, 1))
-        parts = site.scatter(active, moved.reshape(-1))
-        out += [parts[s.param].to(x.dtype) for s, x in zip(active, given[i], strict=True)]
-    return out
+class Stack:
+    """Matrices of one shape, whose steps are worked out at once."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        site, active = parts[0]
+        self.shape = site.shape(active)
+        self.device = site.lead.device
+        half = self.device.type == "cuda" and site.dtype != torch.float64
+        self.dtype = torch.bfloat16 if half else site.dtype
+        self.work = len(parts) * math.prod(self.shape) * min(self.shape[1:])
+
+    def move(self, x_of: Mapping[nn.Parameter, Tensor], lr: Number) -> None:
+        """θ ← θ − lr·Q·RMS·√n/‖Q‖ for each of them."""
+        X = torch.empty(len(self.parts), *self.shape, dtype=self.dtype, device=self.device)
+        for room, (site, active) in zip(X, self.parts, strict=True):
+            if not _in_order(active):
+                room.copy_(site.gather(active, x_of, site.dtype).view(self.shape))
+                continue
+            for s, columns in zip(active, room.split([s.shape[2] for s in active], 2), strict=True):
+                columns.copy_(_rows(x_of[s.param], s.param).view(s.shape))
+        Q = polar(X.flatten(0, 1)).view(X.shape)
+        length = torch.linalg.vector_norm(Q, dim=(1, 2, 3), keepdim=True, dtype=self.parts[0][0].dtype)
+        moves = Q * (lr * RMS * math.prod(self.shape) ** 0.5 / torch.where(length > 0, length, 1))
+        for move, (site, active) in zip(moves, self.parts, strict=True):
+            if not _in_order(active):
+                for p, part in site.scatter(active, move.reshape(-1)).items():
+                    p.sub_(part)
+                continue
+            for s, columns in zip(active, move.split([s.shape[2] for s in active], 2), strict=True):
+                s.param.sub_(_like(columns, s.param))
+
+
+def _in_order(active: Sequence[Segment]) -> bool:
+    """Whether their rows are the matrix's. Then columns may be taken as they lie in memory: Q does not mind their order."""
+    return all(s.owner.kind.layout[0] in ROWS for s in active)
+
+
+def _order(p: Tensor) -> list[int]:
+    """The dimensions of a row, as they lie in memory."""
+    return sorted(range(1, p.dim()), key=p.stride().__getitem__, reverse=True)
+
+
+def _rows(x: Tensor, p: Tensor) -> Tensor:
+    """x, which looks like p, as (rows, columns)."""
+    return x.permute(0, *_order(p)).reshape(len(p), -1)
+
+
+def _like(rows: Tensor, p: Tensor) -> Tensor:
+    """Rows (h, n_G, columns) as p."""
+    order = _order(p)
+    back = [0, *(1 + order.index(d) for d in range(1, p.dim()))]
+    return rows.reshape(len(p), *(p.shape[d] for d in order)).permute(back)
+
+
+def move_elements(
+    params: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    along: Sequence[Tensor],
+    roots: Sequence[Tensor],
+    lr: Number,
+    momentum: Number,
+) -> None:
+    """θ ← θ − lr·RMS·(1 − momentum)·x/r, and r along with it, for parameters of one device, side by side."""
+    x, a, r = (torch.cat([t.reshape(-1).to(wide(t.dtype)) for t in ts]) for ts in (xs, along, roots))
+    r = (MEMORY * r.square() + (1 - MEMORY) * x.square()).sqrt()
+    moves = a / (r + TINY) * (lr * ELEMENT * (1 - momentum))
+    sizes = [p.numel() for p in params]
+    for change, targets, new in ((torch._foreach_sub_, params, moves), (torch._foreach_copy_, roots, r)):
+        change(list(targets), [t.view(p.shape) for t, p in zip(new.split(sizes), params, strict=True)])
 
 
 class Orthogonal:
     """The steps of the layers of one param group; on a GPU recorded at the second one, and from then on one launch."""
 
     def __init__(self, sites: Sequence[Site], params: Sequence[nn.Parameter]) -> None:
-        """All that belongs to a covered layer, matrices first; `others` are left to SGD."""
+        """All that belongs to a covered layer; `others` are left to SGD."""
         self.given = [*map(id, params)]
         there = set(params)
         found = [(site, tuple(s for s in site.segments if s.param in there)) for site in sites]
-        self.matrices = [part for part in found if part[1] and is_matrix(part)]
-        rest = [part for part in found if part[1] and not is_matrix(part)]
-        self.params, self.elements = ([s.param for _, active in parts for s in active] for parts in (self.matrices, rest))
-        self.all = self.params + self.elements
-        taken = set(self.all)
+        found = [part for part in found if part[1]]
+        alike: defaultdict[object, list[Part]] = defaultdict(list)
+        for site, active in filter(is_matrix, found):
+            alike[site.shape(active), site.dtype, site.lead.device].append((site, active))
+        self.stacks = sorted(map(Stack, alike.values()), key=lambda stack: -stack.work)
+        self.elements = [s.param for part in found if not is_matrix(part) for s in part[1]]
+        self.params = [s.param for stack in self.stacks for _, active in stack.parts for s in active] + self.elements
+        taken = set(self.params)
         self.others = [p for p in params if p not in taken]
         self.key: object = None
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def step(self, state: Any, group: Mapping[str, Any], directions: Mapping[nn.Parameter, Tensor]) -> None:
         """In place."""
-        if not self.all:
+        if not self.params:
             return
-        xs = [directions[p] for p in self.all]
-        buffers = [_kept(state[p], "momentum_buffer", torch.zeros_like, p) for p in self.all] if group["momentum"] else []
+        xs = [directions[p] for p in self.params]
+        buffers = [_kept(state[p], "momentum_buffer", torch.zeros_like, p) for p in self.params] if group["momentum"] else []
         roots = [_kept(state[p], "direction_rms", torch.abs, directions[p].to(p.dtype)) for p in self.elements]
         numbers = group["lr"], group["momentum"], group["weight_decay"]
         signs = group["nesterov"], group["maximize"]
-        device = self.all[0].device
+        device = self.params[0].device
         with torch.autocast(device.type, enabled=False):
             if torch.compiler.is_compiling() or not self._recorded(device, xs, buffers, roots, signs):
                 self._advance(xs, buffers, roots, *numbers, *signs)
@@ -122,8 +181,10 @@ class Orthogonal:
         decay: Number,
         nesterov: bool,
         maximize: bool,
+        streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:
-        xs = [x.to(p.dtype) for x, p in zip(xs, self.all, strict=True)]
+        params: list[Tensor] = [*self.params]
+        xs = [x if _alike(x, p) else torch.empty_like(p).copy_(x) for x, p in zip(xs, params, strict=True)]
         if maximize:
             xs = torch._foreach_neg(xs)
         along: Sequence[Tensor] = xs
@@ -134,40 +195,40 @@ class Orthogonal:
         if buffers and nesterov:
             along = torch._foreach_mul(buffers, momentum)
             torch._foreach_add_(along, xs)
-        count = len(self.params)
-        moves = polar_steps(along[:count], self.matrices)
-        for x, a, r in zip(xs[count:], along[count:], roots, strict=True):
-            x, a, before = (t.to(wide(t.dtype)) for t in (x, a, r))
-            root = (MEMORY * before.square() + (1 - MEMORY) * x.square()).sqrt()
-            moves.append((RMS * (1 - momentum) * a / (root + TINY)).to(r.dtype))
-            r.copy_(root)
-        params: list[Tensor] = [*self.all]
-        change = torch._foreach_mul(params, decay)
-        torch._foreach_add_(change, moves)
-        torch._foreach_mul_(change, lr)
-        torch._foreach_sub_(params, change)
+        torch._foreach_mul_(params, 1 - lr * decay)
+        x_of = dict(zip(self.params, along, strict=True))
+        with _side_by_side(streams) as branch:
+            for i, stack in enumerate(self.stacks):
+                with branch(i):
+                    stack.move(x_of, lr)
+            start = len(params) - len(self.elements)
+            for device in {p.device for p in self.elements}:
+                at = [i for i, p in enumerate(self.elements) if p.device == device]
+                theirs, x, a = ([ts[start + i] for i in at] for ts in (params, xs, along))
+                move_elements(theirs, x, a, [roots[i] for i in at], lr, momentum)
 
     def _recorded(
         self, device: torch.device, xs: list[Tensor], buffers: list[Tensor], roots: list[Tensor], signs: tuple[bool, bool]
     ) -> bool:
         """Whether there is a recording of this step: the second time that all of it lies where it did."""
-        tensors = *self.all, *buffers, *roots
+        tensors = *self.params, *buffers, *roots
         if device.type != "cuda" or any(t.device != device for t in (*tensors, *xs)) or capturing():
             return False
-        key = signs, len(buffers), [t.data_ptr() for t in tensors], [x.dtype for x in xs]
+        key = signs, len(buffers), [t.data_ptr() for t in tensors], [(x.dtype, x.stride()) for x in xs]
         if key != self.key:
             self.key, self.graph = key, None
             return False
         if self.graph is None:
             self.places = [torch.empty_like(x) for x in xs]
-            self.numbers = torch.zeros(3, dtype=wide(self.all[0].dtype), device=device)
+            self.numbers = torch.zeros(3, dtype=wide(self.params[0].dtype), device=device)
             self.graph = torch.cuda.CUDAGraph()
             with (
                 torch.cuda.device(device),
                 torch.cuda.graph(self.graph, stream=side_stream(device), capture_error_mode="thread_local"),
             ):
                 lr, momentum, decay = self.numbers.unbind()
-                self._advance(self.places, buffers, roots, lr, momentum, decay, *signs)
+                streams = [side_stream(device, 1 + i) for i in range(BRANCHES)]
+                self._advance(self.places, buffers, roots, lr, momentum, decay, *signs, streams=streams)
         return True
 
     def _replay(self, xs: list[Tensor], numbers: Sequence[Number]) -> None:
@@ -179,7 +240,25 @@ class Orthogonal:
             send(torch.tensor(numbers, dtype=self.numbers.dtype, device="cpu"), self.numbers.device, self.numbers)
         torch._foreach_copy_(self.places, xs)
         self.graph.replay()
-        torch.autograd.graph.increment_version(self.all)
+        torch.autograd.graph.increment_version(self.params)
+
+
+@contextmanager
+def _side_by_side(streams: Sequence[torch.cuda.Stream]) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
+    """Branches of a recording, taken in turn: each begins after what has been recorded, and its end waits for all."""
+    if not streams:
+        yield lambda i: nullcontext()
+        return
+    here = torch.cuda.current_stream(streams[0].device)
+    for stream in streams:
+        stream.wait_stream(here)
+    yield lambda i: torch.cuda.stream(streams[i % len(streams)])
+    for stream in streams:
+        here.wait_stream(stream)
+
+
+def _alike(x: Tensor, p: Tensor) -> bool:
+    return x.stride() == p.stride() and x.dtype == p.dtype
 
 
 def _kept(entry: dict[str, Any], name: str, first: Callable[[Tensor], Tensor], of: Tensor) -> Tensor:

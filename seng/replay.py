@@ -124,14 +124,14 @@ class Replay:
         recording.record(self.arena, self.pool, side_stream(self.device), function, args, constants)
 
 
-_SIDES: dict[torch.device, torch.cuda.Stream] = {}
+_SIDES: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where graphs are recorded on a device: one stream for all, since libraries keep workspaces for each."""
-    if device not in _SIDES:
-        _SIDES[device] = torch.cuda.Stream(device)
-    return _SIDES[device]
+def side_stream(device: torch.device, branch: int = 0) -> torch.cuda.Stream:
+    """Where graphs are recorded on a device: one stream, since libraries keep workspaces for each, and more for branches."""
+    if (device, branch) not in _SIDES:
+        _SIDES[device, branch] = torch.cuda.Stream(device)
+    return _SIDES[device, branch]
 
 
 @dataclass(frozen=True)

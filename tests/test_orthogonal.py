@@ -118,6 +118,36 @@ def test_what_is_no_matrix_takes_the_step_of_adam_and_what_is_no_layer_that_of_s
             torch.testing.assert_close(model[1].scale.detach(), scale)
 
 
+def test_memory_format_and_transposed_layers_do_not_matter() -> None:
+    """Columns are taken as they lie in memory, where rows are rows, and as the layer has them otherwise."""
+    models = []
+    for form in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 4, 3), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2), nn.Conv2d(2, 6, (1, 2), groups=2), nn.Flatten()
+        model = nn.Sequential(*layers).to(F64).to(memory_format=form)
+        opt = seng.SENG(model, 0.1, orthogonal=True, curvature=seng.Curvature(rank=0))
+        for i in range(3):
+            opt.zero_grad()
+            x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(i), dtype=F64)
+            model(x.to(memory_format=form)).square().mean().backward()
+            opt.step()
+        models.append(model)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_without_curvature_nothing_is_captured_and_the_direction_is_the_gradient() -> None:
+    model, other = network(), network()
+    none = seng.Curvature(rank=0)
+    opt, sgd = seng.SENG(model, 0.01, curvature=none), torch.optim.SGD(other.parameters(), 0.01, momentum=0.9)
+    assert train(model, opt, 4) == train(other, sgd, 4)
+    assert not opt.refresh_due and opt.last_refresh is None
+    assert all(row["form"] == "plain" for row in opt.diagnostics().values())
+    again = seng.SENG(network(), 0.01, curvature=none)
+    again.load_state_dict(opt.state_dict())
+    assert "no curvature" in str(seng.explain(model, data()[0], curvature=none))
+
+
 def test_a_table_that_a_linear_layer_shares_is_no_matrix() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -76,13 +76,13 @@ class AdamW(Adam):
 class Muon(Recipe):
     """torch's, beside AdamW for the head, norms and biases."""
 
-    lr: float = 3e-3
-    weight_decay: float = 5e-2
-    momentum: float = 0.95
+    lr: float = 1e-2
+    weight_decay: float = 0.3
+    momentum: float = 0.85
     name: ClassVar[str] = "muon"
     space: ClassVar[Space] = {
-        "lr": Between(6e-4, 3e-2),
-        "weight_decay": Between(1e-3, 0.5),
+        "lr": Between(3e-3, 3e-2),
+        "weight_decay": Between(3e-2, 1.0),
         "momentum": Between(0.6, 0.97, log=False),
     }
 
@@ -268,8 +268,9 @@ class PaperSENG(SENG):
 class OrthogonalSENG(SENG):
     """Muon's step of SENG's directions, by default of gradients: docs/race.md."""
 
-    weight_decay: float = 5e-3
-    momentum: float = 0.8
+    lr: float = 0.06
+    weight_decay: float = 5e-2
+    momentum: float = 0.85
     rank: int | None = 0
     base: Literal["identity", "kronecker", "diagonal"] = "identity"
     power: float = 0.5
@@ -277,8 +278,8 @@ class OrthogonalSENG(SENG):
     orthogonal: bool = True
     name: ClassVar[str] = "seng-orthogonal"
     space: ClassVar[Space] = {
-        "lr": Between(2e-2, 1.0),
-        "weight_decay": Between(5e-4, 5e-2),
+        "lr": Between(2e-2, 0.2),  # steps as long as Muon's from 3e-3 to 3e-2, and decays as strong
+        "weight_decay": Between(6e-3, 0.2),
         "momentum": Between(0.6, 0.97, log=False),
     }
 
