@@ -7,7 +7,7 @@ samples agree on is stepped along as far as what all do. Every layer's step has 
 scale of the loss. Weight and bias of a layer are one matrix, as everywhere in SENG. Norms and embeddings, which are none, take
 Adam's step, each number divided by the running root mean square r of its direction,
 
-    θ ← θ − lr·(RMS·(1 − momentum)·x/r + weight_decay·θ)
+    θ ← θ − lr·(ELEMENT·(1 − momentum)·x/r + weight_decay·θ)
 
 and what SENG does not cover takes SGD's. Weight decay is decoupled: as a part of x it would be stretched too.
 """
@@ -30,7 +30,7 @@ from seng.sites import Segment, Site
 from seng.staging import send
 
 RMS = 1 / 30  # of a step, per unit of lr: so that lr is about what it is for SGD on networks with norms
-ELEMENT = RMS  # the same of a number that has no matrix
+ELEMENT = 5 * RMS  # of a number that has no matrix: as much more as AdamW beside Muon takes
 STEPS = 5
 QUINTIC = 3.4445, -4.7750, 2.0315  # Jordan et al.: singular values between 0.7 and 1.2 after five steps, from 1e-3 up
 MEMORY = 0.95  # of r², as in SOAP: Adam's 0.999 is slow for runs of a few thousand steps
@@ -126,7 +126,7 @@ def move_elements(
     lr: Number,
     momentum: Number,
 ) -> None:
-    """θ ← θ − lr·RMS·(1 − momentum)·x/r, and r along with it, for parameters of one device, side by side."""
+    """θ ← θ − lr·ELEMENT·(1 − momentum)·x/r, and r along with it, for parameters of one device, side by side."""
     x, a, r = (torch.cat([t.reshape(-1).to(wide(t.dtype)) for t in ts]) for ts in (xs, along, roots))
     r = (MEMORY * r.square() + (1 - MEMORY) * x.square()).sqrt()
     moves = a / (r + TINY) * (lr * ELEMENT * (1 - momentum))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import seng
-from seng.orthogonal import RMS, polar
+from seng.orthogonal import ELEMENT, RMS, polar
 
 F64 = torch.float64
 OFF = 1e14  # a damping that leaves the gradient as it is
@@ -110,7 +110,7 @@ def test_what_is_no_matrix_takes_the_step_of_adam_and_what_is_no_layer_that_of_s
         for (p, m, v), g in zip(state, (grads[0], *grads[2:4]), strict=True):
             m = 0.9 * m + g
             v = g**2 if v is None else 0.95 * v + 0.05 * g**2
-            after.append((p - 0.1 * (RMS * 0.1 * (g + 0.9 * m) / (v.sqrt() + 1e-15) + 0.1 * p), m, v))
+            after.append((p - 0.1 * (ELEMENT * 0.1 * (g + 0.9 * m) / (v.sqrt() + 1e-15) + 0.1 * p), m, v))
         state = after
         for got, (p, *_) in zip((model[0].weight, model[2].weight, model[2].bias), state, strict=True):
             torch.testing.assert_close(got.detach(), p, atol=1e-12, rtol=1e-9)
@@ -163,7 +163,7 @@ def test_a_table_that_a_linear_layer_shares_is_no_matrix() -> None:
     opt = seng.SENG(model, 0.1, momentum=0.0, damping=OFF, orthogonal=True)
     naive.loss_of(model(torch.randint(7, (6, 3))), torch.randn(6, 3, 7, dtype=F64)).backward()
     opt.step()
-    torch.testing.assert_close(before - model.table.weight, 0.1 * RMS * model.table.weight.grad.sign())
+    torch.testing.assert_close(before - model.table.weight, 0.1 * ELEMENT * model.table.weight.grad.sign())
 
 
 def test_half_precision_does_not_overflow() -> None:
