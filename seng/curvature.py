@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from seng.fisher import Fisher, Loss
 from seng.sketch import Sketch
 
-Form = Literal["auto", "explicit", "implicit", "merged"]
+Form = Literal["auto", "explicit", "implicit", "merged", "plain"]
 Combine = Literal["exact", "independent"]
 Blocks = Literal["layer", "network"]
 Metric = Literal["identity", "kronecker", "diagonal"]
@@ -19,11 +19,11 @@ Units = Literal["sgd", "paper"]
 class Curvature:
     """How U is sampled, kept and used. Defaults and the reason for each:
 
-    form="auto"            plans per layer from its shape; see `seng.explain`
+    form="auto"            plans per layer from its shape; see `seng.explain`. "plain" keeps no curvature: d = g, which with
+                           `orthogonal=True` is the step that won our races (docs/race.md)
     samples=None           ϱ: the first so many of the step's samples; None takes all, since they cost no extra backward
     rank=16                r of the implicit form and width k of the merged basis, which holds k·n numbers; more gained little
-                           (docs/tuning.md); more than exists means exact; None keeps as many as the direction needs; 0 leaves
-                           the base alone, which is no curvature at all where that is the identity
+                           (docs/tuning.md); more than exists means exact; None keeps as many as the direction needs
     sketch=None            exact products; a `seng.sketch` trades accuracy for a cheaper refresh
     combine="exact"        Uc by eq. 22; "independent" is the paper's cheap eq. 23, for its tables
     decay=None             0.8 where the form can accumulate: one batch is too noisy; 0 (each refresh replaces U) is the paper's
@@ -74,8 +74,8 @@ class Curvature:
                     "fisher='empirical' takes the loss that is trained"
                 )
         _one_of("base", self.base, get_args(Metric))
-        if self.rank is not None and not (type(self.rank) is int and self.rank == 0):
-            _positive_int("rank", self.rank)
+        if self.rank is not None and not (type(self.rank) is int and self.rank == 0 and self.base != "identity"):
+            _positive_int("rank", self.rank)  # with a base, 0 leaves P alone
         _positive_int("base_rank", self.base_rank)
         if isinstance(self.power, bool) or not (isinstance(self.power, int | float) and 0 < self.power <= 1):
             raise ValueError(f"Curvature: power is the p of C^p, above 0 and at most 1, not {self.power!r}")
@@ -83,6 +83,8 @@ class Curvature:
             raise ValueError(f"Curvature: graft is True, False or None, not {self.graft!r}")
         if self.graft and self.blocks == "network":
             raise ValueError("Curvature: graft=True gives each layer its gradient's length; use blocks='layer' with it")
+        if self.form == "plain" and (self.base != "identity" or self.blocks == "network"):
+            raise ValueError("Curvature: form='plain' keeps no curvature; leave out base and blocks, or choose another form")
         if self.base != "identity" and (self.blocks == "network" or self.combine == "independent"):
             asked = "blocks='network'" if self.blocks == "network" else "combine='independent'"
             raise ValueError(f"Curvature: base={self.base!r} is a metric of each layer's own; {asked} has base='identity' only")
@@ -124,7 +126,7 @@ class Curvature:
     @property
     def none(self) -> bool:
         """Whether directions are gradients, and nothing is captured."""
-        return self.rank == 0 and self.base == "identity"
+        return self.form == "plain"
 
     @property
     def grafts(self) -> bool:

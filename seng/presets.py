@@ -18,6 +18,16 @@ def paper(damping: float = 1.0, refresh_every: int = 200, sketch: Sketch | None 
     return {"damping": damping, "refresh_every": refresh_every, "curvature": curvature}
 
 
-def orthogonal(momentum: float = 0.8) -> dict[str, Any]:
-    """Muon's step of SENG's directions (seng/orthogonal.py): docs/race.md. Steps have one length: let a schedule end at 0."""
-    return {"momentum": momentum, "nesterov": True, "orthogonal": True}
+def orthogonal(momentum: float = 0.85, weight_decay: float = 0.05, curvature: Curvature | None = None) -> dict[str, Any]:
+    """Muon's step, by default of gradients (seng/orthogonal.py): what won our races, with lr 0.06 to 0.1 (docs/race.md).
+
+    Steps have one length: let a schedule end at 0. Weight decay is decoupled: lr·weight_decay of a weight is taken per step.
+    """
+    curvature = curvature or Curvature(form="plain")
+    return {
+        "momentum": momentum,
+        "nesterov": True,
+        "weight_decay": weight_decay,
+        "orthogonal": True,
+        "curvature": curvature,
+    }

@@ -630,6 +630,7 @@ def test_what_needs_whole_layers_and_one_curvature_says_so(
         ({"base": "kronecker", "base_rank": 2.5}, "base_rank must be an integer of at least 1, not 2.5"),
         ({"graft": "yes"}, "graft is True, False or None, not 'yes'"),
         ({"graft": 1}, "graft is True, False or None, not 1"),
+        ({"form": "plain", "base": "diagonal"}, "keeps no curvature"),
         ({"rank": 0}, "rank must be an integer of at least 1, not 0"),
         ({"rank": False, "base": "diagonal"}, "rank must be an integer of at least 1, not False"),
         ({"rank": -1, "base": "diagonal"}, "rank must be an integer of at least 1, not -1"),
@@ -811,12 +812,15 @@ def moved(model: nn.Module) -> Tensor:
 
 
 @on_gpu
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-8), (torch.float32, 0.02)], ids=str)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-8), (torch.float32, 0.1)], ids=str)
 @pytest.mark.parametrize("decay", [0.8, 0])
 @every_rank
 @every_base
 def test_steps_on_the_gpu_are_those_of_the_cpu(base: str, rank: int, decay: float, dtype: torch.dtype, close: float) -> None:
-    """Over refreshes that write into what was recorded: the graph that solves is the same from the second step on."""
+    """Over refreshes that write into what was recorded: the graph that solves is the same from the second step on.
+
+    In float32 a GPU takes what a range finder leaves for eigenvectors, which the CPU works out: 0.06 on an H200.
+    """
     ends = []
     for device in ("cpu", "cuda"):
         model = mixed_network(device, dtype)

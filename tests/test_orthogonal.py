@@ -125,7 +125,7 @@ def test_memory_format_and_transposed_layers_do_not_matter() -> None:
         torch.manual_seed(0)
         layers = nn.Conv2d(3, 4, 3), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2), nn.Conv2d(2, 6, (1, 2), groups=2), nn.Flatten()
         model = nn.Sequential(*layers).to(F64).to(memory_format=form)
-        opt = seng.SENG(model, 0.1, orthogonal=True, curvature=seng.Curvature(rank=0))
+        opt = seng.SENG(model, 0.1, orthogonal=True, curvature=seng.Curvature(form="plain"))
         for i in range(3):
             opt.zero_grad()
             x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(i), dtype=F64)
@@ -138,7 +138,7 @@ def test_memory_format_and_transposed_layers_do_not_matter() -> None:
 
 def test_without_curvature_nothing_is_captured_and_the_direction_is_the_gradient() -> None:
     model, other = network(), network()
-    none = seng.Curvature(rank=0)
+    none = seng.Curvature(form="plain")
     opt, sgd = seng.SENG(model, 0.01, curvature=none), torch.optim.SGD(other.parameters(), 0.01, momentum=0.9)
     assert train(model, opt, 4) == train(other, sgd, 4)
     assert not opt.refresh_due and opt.last_refresh is None

@@ -203,7 +203,7 @@ class SENG(Damped):
     rank: int | None = 16
     average: float = 0.8  # of the curvature, from refresh to refresh
     combine: Literal["exact", "independent"] = "exact"
-    form: Literal["auto", "explicit", "implicit", "merged"] = "auto"
+    form: Literal["auto", "explicit", "implicit", "merged", "plain"] = "auto"
     name: ClassVar[str] = "seng"
     space: ClassVar[Space] = {
         "lr": Between(2e-2, 2.0),
@@ -221,7 +221,7 @@ class SENG(Damped):
             self.form,
             samples=self.samples,
             rank=self.rank,
-            decay=self.average,
+            decay=None if self.form == "plain" else self.average,
             combine=self.combine,
             relative_damping=self.relative_damping,
             **base,
@@ -271,7 +271,7 @@ class OrthogonalSENG(SENG):
     lr: float = 0.06
     weight_decay: float = 5e-2
     momentum: float = 0.85
-    rank: int | None = 0
+    form: Literal["auto", "explicit", "implicit", "merged", "plain"] = "plain"
     base: Literal["identity", "kronecker", "diagonal"] = "identity"
     power: float = 0.5
     base_rank: int = 128

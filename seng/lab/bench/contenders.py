@@ -1,4 +1,5 @@
-"""Who is compared: SGD, AdamW, Muon, K-FAC, and SENG in each of its forms, with learning rates at which none diverges."""
+"""Who is compared: SGD, AdamW, Muon, K-FAC, SENG's orthogonal step and SENG in each of its forms, with learning rates at which
+none diverges."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import seng
 from seng.curvature import Form
 from seng.lab.muon import MuonAndAdamW
 
-BASELINES = ("sgd", "adamw", "muon", "kfac")
-SENGS: Mapping[str, Form] = {"seng" if form == "auto" else f"seng {form}": form for form in get_args(Form)}
+BASELINES = ("sgd", "adamw", "muon", "kfac", "seng orthogonal")  # the same at every setting of SENG's
+SENGS: Mapping[str, Form] = {"seng" if form == "auto" else f"seng {form}": form for form in get_args(Form) if form != "plain"}
 REFRESHING = ("kfac", *SENGS)
 CONTENDERS = (*BASELINES, "seng", "seng merged", "seng implicit", "seng explicit")
 
@@ -73,6 +74,8 @@ def contender(name: str, model: nn.Module, setting: Setting, refresh_every: int,
         return AdamW(model.parameters(), 3e-4, fused=fused)
     if name == "muon":
         return MuonAndAdamW(model, fused=fused)
+    if name == "seng orthogonal":
+        return seng.SENG(model, 0.01, **seng.presets.orthogonal())
     if name == "kfac":
         try:
             from seng.kfac import KFAC
