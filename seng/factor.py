@@ -66,7 +66,9 @@ class Moment:
 
     @cached_property
     def trace(self) -> Tensor:
-        trace = self.X.to(wide(self.X.dtype)).square().sum((1, 2)) * self.scale
+        small = self.X.shape[1] <= GRAM
+        squares = self._local.diagonal(dim1=1, dim2=2) if small else self.X.to(wide(self.X.dtype)).square().sum(2) * self.scale
+        trace = squares.sum(1)
         self.total([trace])
         return trace
 
@@ -118,11 +120,19 @@ def updated(
     Z = torch.randn(h, n, spare, generator=generator, dtype=dtype, device=device)
     Z = Z if old is None else torch.cat([old.V, Z], 2)
     for _ in range(FIRST if old is None else LATER):
-        Z = orthonormal(orthonormal(times(Z).to(widest(Z)))).to(dtype)
+        Z = _basis(times(Z))
     s, V = _ordered(Z, Z.mT @ times(Z))
     s, V = s[:, :rank], V[:, :, :rank].contiguous()
     trace = mixed(0.0 if old is None else old.trace[:, None, None], seen.trace[:, None, None])[:, 0, 0]
     return Factor(V, s, ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0) * (rank < n))
+
+
+def _basis(Z: Tensor) -> Tensor:
+    """An orthonormal basis of the columns of each of Z (h, n, w); on a CPU by Householder's QR, for which a GPU would wait."""
+    if Z.device.type != "cpu":
+        return orthonormal(orthonormal(Z.to(widest(Z)))).to(Z.dtype)
+    Q: Tensor = torch.linalg.qr(Z.nan_to_num(0, 0, 0)).Q
+    return Q
 
 
 def exactly(X: Tensor, n: int) -> bool:
