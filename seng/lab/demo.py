@@ -1,12 +1,13 @@
 """`python -m seng.lab.demo`: SENG, SGD, Adam and K-FAC train a small network on scikit-learn's digits, in less than a minute.
 
-SENG runs with its defaults and, as SENG-Kron, with `seng.presets.kronecker()`. Within a seed all start from the same weights and see the same batches. They take turns, a lap of a few steps each, so
-that whatever else the machine does slows all of them alike. Evaluation is not timed. Nothing is downloaded.
+SENG runs with its defaults and, as SENG-Kron, with `seng.presets.kronecker()`. Within a seed all start from the same weights
+and see the same batches. They take turns, a lap of a few steps each, so that whatever else the machine does slows all of them
+alike. Evaluation is not timed. Nothing is downloaded.
 
 Every optimizer had the same search: one knob, its learning rate, five values a factor of two apart, three seeds. All else is
-at its default (SGD: Nesterov's momentum 0.9, as the preset has), and no schedule or weight decay is used. The value with the best validation accuracy, mean
-over all evaluations of a run and over the seeds, won. A fifth of the training images was held out for this; neither the test
-images nor the demo's seeds enter the search, which `--tune` repeats.
+at its default (SGD: Nesterov's momentum 0.9, as the preset has), and no schedule or weight decay is used. The value with the
+best validation accuracy, mean over all evaluations of a run and over the seeds, won. A fifth of the training images was held
+out for this; neither the test images nor the demo's seeds enter the search, which `--tune` repeats.
 
 Beyond it ours had more attention than their rivals: the defaults of SENG and the preset were looked at on this task's
 validation images while they were made (docs/tuning.md, docs/race.md), and so were K-FAC's damping and refresh period
