@@ -73,7 +73,7 @@ def kfac(model: nn.Module, lr: float) -> Optimizer:
 
 RECIPES = (
     Recipe("SENG", lambda m, lr: SENG(m, lr=lr), GRID, 0.1, "#D55E00", "-"),
-    Recipe("SENG-Kron", lambda m, lr: SENG(m, lr=lr, **presets.kronecker()), GRID, 0.05, "#E69F00", "-"),
+    Recipe("SENG-Kron", lambda m, lr: SENG(m, lr=lr, **presets.kronecker()), GRID, 0.05, "#E69F00", ".-"),
     Recipe("SGD", lambda m, lr: SGD(m.parameters(), lr, momentum=0.9, nesterov=True), GRID, 0.025, "#0072B2", "--"),
     Recipe("Adam", lambda m, lr: Adam(m.parameters(), lr), (0.00125, 0.0025, 0.005, 0.01, 0.02), 0.005, "#009E73", "-."),
     Recipe("K-FAC", kfac, (0.05, 0.1, 0.2, 0.4, 0.8), 0.1, "#CC79A7", ":"),

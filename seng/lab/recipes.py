@@ -275,6 +275,7 @@ class OrthogonalSENG(SENG):
     base: Literal["identity", "kronecker", "diagonal"] = "identity"
     power: float = 0.5
     base_rank: int = 128
+    graft: bool | None = None
     orthogonal: bool = True
     name: ClassVar[str] = "seng-orthogonal"
     space: ClassVar[Space] = {
@@ -285,7 +286,7 @@ class OrthogonalSENG(SENG):
 
     @property
     def curvature(self) -> seng.Curvature:
-        return self.kept(base=self.base, power=self.power, base_rank=self.base_rank)
+        return self.kept(base=self.base, power=self.power, base_rank=self.base_rank, graft=self.graft)
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), "orthogonal": self.orthogonal}
