@@ -51,7 +51,7 @@ CONTENDERS: dict[str, tuple[Callable[[nn.Module, float], Any], tuple[float, ...]
     "seng, kronecker alone": ours(curvature=KRONECKER),
     "seng, kronecker alone, power 1": ours(curvature=replace(KRONECKER, power=1.0)),
     "seng, kronecker and low rank": ours(curvature=replace(KRONECKER, rank=16)),
-    "orthogonal, no curvature": ours(orthogonal=True, momentum=0.8, damping=1e9, refresh_every=10**6),
+    "orthogonal, no curvature": ours(orthogonal=True, momentum=0.8, curvature=Curvature(form="plain")),
     "orthogonal seng": ours(orthogonal=True, momentum=0.8),
     "orthogonal seng, momentum 0.9": ours(orthogonal=True),
     "orthogonal kronecker": ours(orthogonal=True, momentum=0.8, curvature=KRONECKER),
