@@ -111,6 +111,8 @@ def attach(
         raise TypeError("SENG preconditions its own gradients: attach is for other optimizers")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"attach takes a torch optimizer first and the module second, not {type(optimizer).__name__}")
+    if curvature is not None and curvature.none:
+        raise ValueError("attach: Curvature(form='plain') keeps no curvature, so there would be nothing to attach")
     check_number("damping", damping, positive=True)
     preconditioner = Preconditioner(
         module,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from seng.fisher import Fisher, Loss
@@ -13,6 +13,7 @@ Combine = Literal["exact", "independent"]
 Blocks = Literal["layer", "network"]
 Metric = Literal["identity", "kronecker", "diagonal"]
 Units = Literal["sgd", "paper"]
+PLAIN_REFUSES = ("samples", "sketch", "combine", "decay", "fisher", "blocks", "memory", "base", "graft")  # what it would ignore
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,13 @@ class Curvature:
             raise ValueError(f"Curvature: graft is True, False or None, not {self.graft!r}")
         if self.graft and self.blocks == "network":
             raise ValueError("Curvature: graft=True gives each layer its gradient's length; use blocks='layer' with it")
-        if self.form == "plain" and (self.base != "identity" or self.blocks == "network"):
-            raise ValueError("Curvature: form='plain' keeps no curvature; leave out base and blocks, or choose another form")
+        if self.form == "plain":
+            default = {f.name: f.default for f in fields(self)}
+            idle = [name for name in PLAIN_REFUSES if getattr(self, name) != default[name]]
+            if idle:
+                raise ValueError(
+                    f"Curvature: form='plain' keeps no curvature; leave out {', '.join(idle)}, or choose another form"
+                )
         if self.base != "identity" and (self.blocks == "network" or self.combine == "independent"):
             asked = "blocks='network'" if self.blocks == "network" else "combine='independent'"
             raise ValueError(f"Curvature: base={self.base!r} is a metric of each layer's own; {asked} has base='identity' only")

@@ -24,6 +24,8 @@ from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
 from seng.solver import Quick, Ready
 from seng.state import nested
 
+SETS = 8  # of parameters with gradients, whose orthogonal steps are kept ready
+
 
 class SENG(Optimizer):
     """Sketchy empirical natural gradient descent.
@@ -106,7 +108,7 @@ class SENG(Optimizer):
     def _forget_step(self) -> None:
         """What is kept from step to step to save time."""
         self._quick: Quick | None = None
-        self._layers: dict[int, Orthogonal] = {}  # by group
+        self._layers: dict[object, Orthogonal] = {}
         self._damping: tuple[list[tuple[float, int]], dict[nn.Parameter, float]] | None = None
 
     def _params(self) -> list[nn.Parameter]:
@@ -161,13 +163,22 @@ class SENG(Optimizer):
     def _update(self, directions: dict[nn.Parameter, Tensor]) -> None:
         for i, group in enumerate(self.param_groups if directions else ()):
             params = [p for p in group["params"] if p in directions]
-            if group["orthogonal"] and self.preconditioner is not None:
-                layers = self._layers.get(i)
-                if layers is None or layers.given != [*map(id, params)]:
-                    layers = self._layers[i] = Orthogonal(self.preconditioner.sites, params)
+            if group["orthogonal"]:
+                self._check_orthogonal()
+                layers = self._layers_of(i, params)
                 layers.step(self.state, group, directions)
                 params = layers.others
             update(self.state, group, params, directions)
+
+    def _layers_of(self, group: int, params: list[nn.Parameter]) -> Orthogonal:
+        """One for each set of parameters that has had gradients: some networks leave out layers by chance."""
+        assert self.preconditioner is not None
+        key = group, *((id(p), p.dtype, p.device) for p in params)
+        if key not in self._layers:
+            if len(self._layers) == SETS:
+                self._layers.clear()
+            self._layers[key] = Orthogonal(self.preconditioner.sites, params)
+        return self._layers[key]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _untraced(self) -> None:
@@ -330,10 +341,10 @@ class SENG(Optimizer):
                 handle.remove()
 
     def _load_curvature(self, curvature: dict[nn.Parameter, dict[str, Any]]) -> None:
-        if self.preconditioner is None or self.preconditioner.curvature.none:
+        if self.preconditioner is None:
             return
         self.preconditioner.load_state(curvature)
-        entries = curvature.values()
+        entries = () if self.preconditioner.curvature.none else curvature.values()
         if any(int(entry.get("step", 0)) for entry in entries) and not any("block" in entry for entry in entries):
             warn(
                 "the loaded state has no curvature: the next step refreshes it. torch.distributed.checkpoint loads only "

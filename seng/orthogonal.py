@@ -9,7 +9,8 @@ Adam's step, each number divided by the running root mean square r of its direct
 
     θ ← θ − lr·(ELEMENT·(1 − momentum)·x/r + weight_decay·θ)
 
-and what SENG does not cover takes SGD's. Weight decay is decoupled: as a part of x it would be stretched too.
+and what SENG does not cover takes SGD's. Weight decay is decoupled: as a part of x it would be stretched too. A layer whose
+gradient is 0, and not None, goes on along its momentum, as far as any other.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seng.layers import ROWS
-from seng.operators import wide
-from seng.replay import capturing, side_stream
+from seng.operators import HALF, wide
+from seng.replay import capturing, recorded, side_stream
 from seng.sites import Segment, Site
 from seng.staging import send
 
@@ -33,7 +35,8 @@ RMS = 1 / 30  # of a step, per unit of lr: so that lr is about what it is for SG
 ELEMENT = 5 * RMS  # of a number that has no matrix: as much more as AdamW beside Muon takes
 STEPS = 5
 QUINTIC = 3.4445, -4.7750, 2.0315  # Jordan et al.: singular values between 0.7 and 1.2 after five steps, from 1e-3 up
-MEMORY = 0.95  # of r², as in SOAP: Adam's 0.999 is slow for runs of a few thousand steps
+MEMORY = 0.95  # of r², as in SOAP: Adam's 0.999 is slow for runs of a few thousand steps; at least the momentum's
+MOST = (1 - MEMORY) ** -0.5  # |x|/r at most, which r says of itself once it has seen all of x
 TINY = 1e-15  # added to r: where nothing has come yet, nothing is done
 
 BRANCHES = 4  # of a recording, which run side by side: matrices are small and many, and each stream costs a workspace
@@ -49,7 +52,8 @@ def polar(X: Tensor) -> Tensor:
     """
     wide = X.shape[-2] <= X.shape[-1]
     Y = X if wide else X.mT
-    Y = Y / torch.linalg.matrix_norm(Y, keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)
+    Y = Y / Y.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)  # squares of which do not vanish
+    Y = Y / torch.linalg.matrix_norm(Y, keepdim=True).clamp_min(1)
     a, b, c = QUINTIC
     for _ in range(STEPS):
         S = Y @ Y.mT
@@ -75,7 +79,7 @@ class Stack:
         self.dtype = torch.bfloat16 if half else site.dtype
         self.work = len(parts) * math.prod(self.shape) * min(self.shape[1:])
 
-    def move(self, x_of: Mapping[nn.Parameter, Tensor], lr: Number) -> None:
+    def move(self, x_of: Mapping[nn.Parameter, Tensor], lr: Number, keep: Number | None) -> None:
         """θ ← θ − lr·Q·RMS·√n/‖Q‖ for each of them."""
         X = torch.empty(len(self.parts), *self.shape, dtype=self.dtype, device=self.device)
         for room, (site, active) in zip(X, self.parts, strict=True):
@@ -90,10 +94,10 @@ class Stack:
         for move, (site, active) in zip(moves, self.parts, strict=True):
             if not _in_order(active):
                 for p, part in site.scatter(active, move.reshape(-1)).items():
-                    p.sub_(part)
+                    _subtract([p], [part], keep)
                 continue
             for s, columns in zip(active, move.split([s.shape[2] for s in active], 2), strict=True):
-                s.param.sub_(_like(columns, s.param))
+                _subtract([s.param], [_like(columns, s.param)], keep)
 
 
 def _in_order(active: Sequence[Segment]) -> bool:
@@ -118,6 +122,17 @@ def _like(rows: Tensor, p: Tensor) -> Tensor:
     return rows.reshape(len(p), *(p.shape[d] for d in order)).permute(back)
 
 
+def _subtract(params: Sequence[Tensor], moves: Sequence[Tensor], keep: Number | None) -> None:
+    """θ ← θ − move; in half precision with the decay to keep·θ, since by itself that is less than one rounding."""
+    pairs = list(zip(params, moves, strict=True))
+    if keep is not None:
+        for p, move in (pair for pair in pairs if pair[0].dtype in HALF):
+            p.copy_(keep * p.to(move.dtype) - move)
+        pairs = [pair for pair in pairs if pair[0].dtype not in HALF]
+    if pairs:
+        torch._foreach_sub_([p for p, _ in pairs], [move for _, move in pairs])
+
+
 def move_elements(
     params: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -125,14 +140,17 @@ def move_elements(
     roots: Sequence[Tensor],
     lr: Number,
     momentum: Number,
+    keep: Number | None,
 ) -> None:
     """θ ← θ − lr·ELEMENT·(1 − momentum)·x/r, and r along with it, for parameters of one device, side by side."""
     x, a, r = (torch.cat([t.reshape(-1).to(wide(t.dtype)) for t in ts]) for ts in (xs, along, roots))
-    r = (MEMORY * r.square() + (1 - MEMORY) * x.square()).sqrt()
-    moves = a / (r + TINY) * (lr * ELEMENT * (1 - momentum))
+    memory = momentum.clamp_min(MEMORY) if isinstance(momentum, Tensor) else max(momentum, MEMORY)
+    r = (memory * r.square() + (1 - memory) * x.square()).sqrt()
+    moves = ((1 - momentum) * a / (r + TINY)).clamp(-MOST, MOST) * (lr * ELEMENT)
     sizes = [p.numel() for p in params]
-    for change, targets, new in ((torch._foreach_sub_, params, moves), (torch._foreach_copy_, roots, r)):
-        change(list(targets), [t.view(p.shape) for t, p in zip(new.split(sizes), params, strict=True)])
+    moved, rooted = ([t.view(p.shape) for t, p in zip(new.split(sizes), params, strict=True)] for new in (moves, r))
+    _subtract(params, moved, keep)
+    torch._foreach_copy_(list(roots), rooted)
 
 
 class Orthogonal:
@@ -140,7 +158,6 @@ class Orthogonal:
 
     def __init__(self, sites: Sequence[Site], params: Sequence[nn.Parameter]) -> None:
         """All that belongs to a covered layer; `others` are left to SGD."""
-        self.given = [*map(id, params)]
         there = set(params)
         found = [(site, tuple(s for s in site.segments if s.param in there)) for site in sites]
         found = [part for part in found if part[1]]
@@ -152,6 +169,7 @@ class Orthogonal:
         self.params = [s.param for stack in self.stacks for _, active in stack.parts for s in active] + self.elements
         taken = set(self.params)
         self.others = [p for p in params if p not in taken]
+        self.records = True  # unless a recording did not fit
         self.key: object = None
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -162,8 +180,9 @@ class Orthogonal:
         xs = [directions[p] for p in self.params]
         buffers = [_kept(state[p], "momentum_buffer", torch.zeros_like, p) for p in self.params] if group["momentum"] else []
         roots = [_kept(state[p], "direction_rms", torch.abs, directions[p].to(p.dtype)) for p in self.elements]
-        numbers = group["lr"], group["momentum"], group["weight_decay"]
-        signs = group["nesterov"], group["maximize"]
+        lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+        numbers = lr, group["momentum"], group["weight_decay"]
+        signs = group["nesterov"], group["maximize"], bool(group["weight_decay"])
         device = self.params[0].device
         with torch.autocast(device.type, enabled=False):
             if torch.compiler.is_compiling() or not self._recorded(device, xs, buffers, roots, signs):
@@ -181,6 +200,7 @@ class Orthogonal:
         decay: Number,
         nesterov: bool,
         maximize: bool,
+        decays: bool,
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:
         params: list[Tensor] = [*self.params]
@@ -195,41 +215,49 @@ class Orthogonal:
         if buffers and nesterov:
             along = torch._foreach_mul(buffers, momentum)
             torch._foreach_add_(along, xs)
-        torch._foreach_mul_(params, 1 - lr * decay)
+        keep = 1 - lr * decay if decays else None
+        if keep is not None and (exact := [p for p in params if p.dtype not in HALF]):
+            torch._foreach_mul_(exact, keep)
         x_of = dict(zip(self.params, along, strict=True))
         with _side_by_side(streams) as branch:
             for i, stack in enumerate(self.stacks):
                 with branch(i):
-                    stack.move(x_of, lr)
+                    stack.move(x_of, lr, keep)
             start = len(params) - len(self.elements)
             for device in {p.device for p in self.elements}:
                 at = [i for i, p in enumerate(self.elements) if p.device == device]
                 theirs, x, a = ([ts[start + i] for i in at] for ts in (params, xs, along))
-                move_elements(theirs, x, a, [roots[i] for i in at], lr, momentum)
+                move_elements(theirs, x, a, [roots[i] for i in at], lr, momentum, keep)
 
     def _recorded(
-        self, device: torch.device, xs: list[Tensor], buffers: list[Tensor], roots: list[Tensor], signs: tuple[bool, bool]
+        self, device: torch.device, xs: list[Tensor], buffers: list[Tensor], roots: list[Tensor], signs: tuple[bool, bool, bool]
     ) -> bool:
-        """Whether there is a recording of this step: the second time that all of it lies where it did."""
+        """Whether there is a recording of this step: from the second time on that all of it lies where it did."""
         tensors = *self.params, *buffers, *roots
-        if device.type != "cuda" or any(t.device != device for t in (*tensors, *xs)) or capturing():
+        whole = device.type == "cuda" and all(t.device == device for t in (*tensors, *xs))
+        if not whole or not self.records or capturing():
             return False
-        key = signs, len(buffers), [t.data_ptr() for t in tensors], [(x.dtype, x.stride()) for x in xs]
+        looks = [(t.dtype, t.shape, t.stride()) for t in (*tensors, *xs)]
+        key = signs, len(buffers), [t.data_ptr() for t in tensors], looks
         if key != self.key:
             self.key, self.graph = key, None
             return False
         if self.graph is None:
-            self.places = [torch.empty_like(x) for x in xs]
-            self.numbers = torch.zeros(3, dtype=wide(self.params[0].dtype), device=device)
-            self.graph = torch.cuda.CUDAGraph()
-            with (
-                torch.cuda.device(device),
-                torch.cuda.graph(self.graph, stream=side_stream(device), capture_error_mode="thread_local"),
-            ):
-                lr, momentum, decay = self.numbers.unbind()
-                streams = [side_stream(device, 1 + i) for i in range(BRANCHES)]
-                self._advance(self.places, buffers, roots, lr, momentum, decay, *signs, streams=streams)
-        return True
+            try:
+                self._record(device, xs, buffers, roots, signs)
+            except torch.OutOfMemoryError:  # a recording cannot have the memory that others have left unused
+                self.records = False
+        return self.records
+
+    def _record(
+        self, device: torch.device, xs: list[Tensor], buffers: list[Tensor], roots: list[Tensor], signs: tuple[bool, bool, bool]
+    ) -> None:
+        self.places = [torch.empty_like(x) for x in xs]
+        self.numbers = torch.zeros(3, dtype=wide(self.params[0].dtype), device=device)
+        lr, momentum, decay = self.numbers.unbind()
+        streams = [side_stream(device, 1 + i) for i in range(BRANCHES)]
+        run = partial(self._advance, self.places, buffers, roots, lr, momentum, decay, *signs, streams=streams)
+        self.graph = recorded(device, run)
 
     def _replay(self, xs: list[Tensor], numbers: Sequence[Number]) -> None:
         assert self.graph is not None
@@ -252,9 +280,11 @@ def _side_by_side(streams: Sequence[torch.cuda.Stream]) -> Iterator[Callable[[in
     here = torch.cuda.current_stream(streams[0].device)
     for stream in streams:
         stream.wait_stream(here)
-    yield lambda i: torch.cuda.stream(streams[i % len(streams)])
-    for stream in streams:
-        here.wait_stream(stream)
+    try:
+        yield lambda i: torch.cuda.stream(streams[i % len(streams)])
+    finally:
+        for stream in streams:
+            here.wait_stream(stream)
 
 
 def _alike(x: Tensor, p: Tensor) -> bool:

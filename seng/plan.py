@@ -65,6 +65,9 @@ class Dims:
         return self.shape[0] * (self.shape[1] + self.shape[2])
 
 
+NO_CURVATURE = "form='plain': no curvature"
+
+
 @dataclass(frozen=True)
 class Plan:
     """The form of one layer, and why."""
@@ -127,7 +130,7 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
     `every` is the number of steps between refreshes, if it is known: a basis has to pay off within them.
     """
     if curvature.none:
-        return [Plan(d, "plain", 0, "form='plain': no curvature") for d in dims]
+        return [Plan(d, "plain", 0, NO_CURVATURE) for d in dims]
     if curvature.base != "identity":
         return _with_base(dims, curvature, budget, lambda rest, room: plan(dims, rest, room, every))
     if curvature.blocks == "network":
@@ -222,7 +225,7 @@ def _of_network(dims: Sequence[Dims], curvature: Curvature, budget: int | None) 
 def pooled_plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, every: int | None = None) -> list[Plan]:
     """One basis per layer, held by all ranks; where memory is short, the rank is halved, then the largest goes without."""
     if curvature.none:
-        return [Plan(d, "plain", 0, "form='plain': no curvature") for d in dims]
+        return [Plan(d, "plain", 0, NO_CURVATURE) for d in dims]
     if curvature.base != "identity":
         return _with_base(dims, curvature, budget, lambda rest, room: pooled_plan(dims, rest, room, every))
     rank = curvature.rank or WIDEST

@@ -31,7 +31,7 @@ from seng.job import Job
 from seng.notices import Notices, listed, not_captured, not_observed
 from seng.numerics import reduced
 from seng.operators import HALF, Merged, Operator
-from seng.plan import Plan, budget, plan, pooled_plan, site_dims
+from seng.plan import NO_CURVATURE, Plan, budget, plan, pooled_plan, site_dims
 from seng.ranks import Ranks
 from seng.refresh import build, grams
 from seng.replay import Replay, write
@@ -203,6 +203,10 @@ class Preconditioner:
     @contextmanager
     def curvature_batch(self) -> Iterator[None]:
         """Backwards in here feed only the curvature (the paper's S̃_k); gradients stay as they were. The next step refreshes."""
+        if self.curvature.none:
+            raise RuntimeError(
+                "Curvature(form='plain') keeps no curvature, so there is nothing to feed: leave out curvature_batch"
+            )
         params = list(self.module.parameters())
         wrapped = isinstance(self.module, nn.parallel.DistributedDataParallel)  # which may reduce into what they are views of
         kept = [p.grad.clone() if wrapped and p.grad is not None else p.grad for p in params]
@@ -247,7 +251,10 @@ class Preconditioner:
 
         With `updates`, the kernels are made ready to update parameters as well.
         """
-        if not grads or self.curvature.none:
+        if not grads:
+            return Ready()
+        if self.curvature.none:
+            self.ranks.compare(self.trained)
             return Ready()
         given = tuple(map(id, grads))
         if self._kept is not None and not self.refresh_due and self._kept[:4] == (damping, given, updates, traced):
@@ -505,7 +512,7 @@ class Preconditioner:
             chosen = self.plans.get(index)
             out[site.name] = describe(self.blocks.get(index), self.refreshes.get(index)) | {
                 "refreshes_dropped": self.failures.get(index, 0),
-                "why": self.refused.get(index) or (None if chosen is None else chosen.why),
+                "why": self.refused.get(index) or (NO_CURVATURE if self.curvature.none else chosen and chosen.why),
             }
         return out
 
@@ -562,7 +569,7 @@ class Preconditioner:
                 block.relative, block.graft = self.curvature.relative_damping, self.curvature.grafts
                 if base.kept(block.base, self.curvature.base, self.curvature.power):
                     self.blocks[index], self.covered[index] = block, active
-        self.missed = missed or not self.blocks
+        self.missed = (missed or not self.blocks) and not self.curvature.none
         common = [self.steps, int(self.missed), hash(tuple(sorted(self.blocks))) % 2**62, len(self.owed)]
         if not self.ranks.loaded(common, self.sites[0].lead.device):
             self.notices.renewed(self.ranks.team.strategy, bool(self.blocks))

@@ -51,15 +51,19 @@ class Ranks:
         self, samples: Samples, step: int, params: Sequence[nn.Parameter], dampings: Mapping[nn.Parameter, float]
     ) -> Census:
         """What each of them has captured. At the first time, whether they train the same weights."""
-        if self.team.many and not self.met and not any(map(is_sharded, params)):
-            check_weights(self.team, params)
-        self.met = True
+        self.compare(params)
         sites = range(len(samples.sites))
         counts = [-1 if samples.mismatch(i) is not None else samples.captured(i) + samples.count(i) for i in sites]
         kappas = [samples.kappa(i) for i in sites]
         device = samples.sites[0].lead.device
         lam = hash(tuple(dampings[p] for p in params)) % 2**62  # of floats it is the same in every process
         return census(self.team, step, lam, samples.total, bool(samples.half), counts, kappas, device)
+
+    def compare(self, params: Sequence[nn.Parameter]) -> None:
+        """At the first time, refuse ranks that train different weights."""
+        if self.team.many and not self.met and not any(map(is_sharded, params)):
+            check_weights(self.team, params)
+        self.met = True
 
     def know(self, found: Sequence[int], sites: Sequence[Site], seen: Census) -> None:
         """Which sites some rank has a block of, for directions that are averaged."""

@@ -121,7 +121,7 @@ class Replay:
             self.arena = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8, device=self.device)
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-        recording.record(self.arena, self.pool, side_stream(self.device), function, args, constants)
+        recording.record(self.arena, self.pool, function, args, constants)
 
 
 _SIDES: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
@@ -132,6 +132,26 @@ def side_stream(device: torch.device, branch: int = 0) -> torch.cuda.Stream:
     if (device, branch) not in _SIDES:
         _SIDES[device, branch] = torch.cuda.Stream(device)
     return _SIDES[device, branch]
+
+
+def recorded(device: torch.device, run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """What a function launches, as a graph; nothing of it happens yet."""
+    graph, here, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), side_stream(device)
+    side.wait_stream(here)
+    collecting = gc.isenabled()
+    gc.disable()  # a graph that is let go of while another is recorded would spoil it
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+    finally:
+        if collecting:
+            gc.enable()
+    here.wait_stream(side)
+    return graph
 
 
 @dataclass(frozen=True)
@@ -160,7 +180,6 @@ class _Recording:
         self,
         arena: Tensor,
         pool: Any,
-        side: torch.cuda.Stream,
         function: Function,
         args: Sequence[Tensor | Operator],
         constants: Any,
@@ -171,25 +190,13 @@ class _Recording:
             places.append(numbers.as_strided(place.shape, place.stride))
             start += place.bytes
         self.inputs, self.results = places[: self.count], places[self.count :]
-        graph = torch.cuda.CUDAGraph()
-        here = torch.cuda.current_stream(arena.device)
-        side.wait_stream(here)
-        collecting = gc.isenabled()
-        gc.disable()  # a graph that is let go of while another is recorded would spoil it
-        try:
-            with torch.cuda.stream(side):
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    results = function(*_with(args, self.inputs), **constants)
-                    for room, result in zip(self.results, results, strict=True):
-                        room.copy_(result)
-                finally:
-                    graph.capture_end()
-        finally:
-            if collecting:
-                gc.enable()
-        here.wait_stream(side)
-        self.graph = graph
+
+        def run() -> None:
+            results = function(*_with(args, self.inputs), **constants)
+            for room, result in zip(self.results, results, strict=True):
+                room.copy_(result)
+
+        self.graph = recorded(arena.device, run, pool)
 
     def replayed(self, tensors: list[Tensor], into: Sequence[Tensor | None]) -> list[Tensor]:
         assert self.graph is not None

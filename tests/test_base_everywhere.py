@@ -630,7 +630,7 @@ def test_what_needs_whole_layers_and_one_curvature_says_so(
         ({"base": "kronecker", "base_rank": 2.5}, "base_rank must be an integer of at least 1, not 2.5"),
         ({"graft": "yes"}, "graft is True, False or None, not 'yes'"),
         ({"graft": 1}, "graft is True, False or None, not 1"),
-        ({"form": "plain", "base": "diagonal"}, "keeps no curvature"),
+        ({"form": "plain", "base": "diagonal"}, "leave out base, or choose another form"),
         ({"rank": 0}, "rank must be an integer of at least 1, not 0"),
         ({"rank": False, "base": "diagonal"}, "rank must be an integer of at least 1, not False"),
         ({"rank": -1, "base": "diagonal"}, "rank must be an integer of at least 1, not -1"),

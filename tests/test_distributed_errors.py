@@ -46,6 +46,12 @@ def other_seed(rank):
     stepped(model, seng.SENG(model))
 
 
+def other_seed_without_curvature(rank):
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 3)
+    stepped(model, seng.SENG(model, **seng.presets.orthogonal()))
+
+
 def other_steps(rank):
     model = nn.Linear(4, 3)
     opt = seng.SENG(model, refresh_every=1)
@@ -82,6 +88,7 @@ def tensor_parallel(rank):
         (other_options, "rank 1 differs from rank 0 in its refresh_every: 11 where rank 0 has 10"),
         (other_damping_units, "rank 1 differs from rank 0 in its curvature"),
         (other_seed, "the weights of rank 1 are not those of rank 0: wrap the network in DistributedDataParallel"),
+        (other_seed_without_curvature, "the weights of rank 1 are not those of rank 0"),
         (other_steps, "the ranks refresh their curvature at different steps: [1, 2]"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

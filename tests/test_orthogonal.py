@@ -1,6 +1,7 @@
 """Steps by the polar factor of the momentum: seng/orthogonal.py."""
 
 import copy
+from typing import Any
 
 import naive
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import seng
-from seng.orthogonal import ELEMENT, RMS, polar
+from seng.orthogonal import ELEMENT, MOST, RMS, Orthogonal, Stack, polar
+from seng.replay import capturing
 
 F64 = torch.float64
 OFF = 1e14  # a damping that leaves the gradient as it is
@@ -53,9 +55,105 @@ def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, ...
     assert torch.equal(polar(torch.zeros(1, 3, 4)), torch.zeros(1, 3, 4))
 
 
-def test_the_scale_of_a_matrix_does_not_matter() -> None:
-    X = torch.randn(1, 4, 6, dtype=F64)
-    torch.testing.assert_close(polar(X), polar(1e-20 * X))
+@pytest.mark.parametrize(("dtype", "close"), [(F64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=str)
+def test_the_scale_of_a_matrix_does_not_matter(dtype: torch.dtype, close: float) -> None:
+    """Nor is it squared where squares would vanish or overflow."""
+    X = torch.randn(1, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
+    want = polar(X.to(dtype))
+    for scale in (1e-30, 1e-20, 1e20, 1e30):
+        torch.testing.assert_close(polar((scale * X).to(dtype)), want, atol=close, rtol=0)
+    assert polar((1e-42 * X).to(dtype)).isfinite().all()
+
+
+def test_a_layer_whose_gradient_is_zero_stays_finite() -> None:
+    layer = nn.Linear(6, 4).float()
+    opt = seng.SENG(layer, 0.01, **seng.presets.orthogonal())
+    for i in range(500):
+        opt.zero_grad(set_to_none=False)
+        (layer(torch.ones(3, 6, dtype=torch.float32)) * (i < 3)).sum().backward()
+        opt.step()
+    assert layer.weight.isfinite().all()
+
+
+def words(dtype: torch.dtype = F64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 2)).to(dtype)
+
+
+def read(model: nn.Module, opt: torch.optim.Optimizer, tokens: list[int]) -> None:
+    opt.zero_grad()
+    model(torch.tensor([tokens])).square().mean().backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("before", ["sgd", "switched", "without r"])
+def test_a_row_that_is_not_read_moves_little_where_r_is_new(before: str) -> None:
+    """Its momentum is there, and nothing is known of its size."""
+    model = words()
+    orthogonal = {"orthogonal": True, "curvature": seng.Curvature(form="plain")}
+    opt = seng.SENG(model, 0.1, **(orthogonal if before == "without r" else {}))
+    for _ in range(3):
+        read(model, opt, list(range(9)))
+    if before == "switched":
+        opt.param_groups[0]["orthogonal"] = True
+    else:
+        state = opt.state_dict()
+        state["param_groups"][0]["orthogonal"] = True
+        for entry in state["state"].values():
+            entry.pop("direction_rms", None)
+        opt = seng.SENG(model, 0.1, **orthogonal)
+        opt.load_state_dict(state)
+    table = model[0].weight.detach().clone()
+    read(model, opt, [0, 1])
+    assert 0 < (model[0].weight - table).abs().max() <= 0.1 * ELEMENT * MOST * 1.001
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float16, torch.bfloat16], ids=str)
+def test_rows_that_are_seldom_read_do_not_run_away_with_much_momentum(dtype: torch.dtype) -> None:
+    model = words(dtype)
+    opt = seng.SENG(model, 0.01, momentum=0.99, nesterov=True, orthogonal=True, curvature=seng.Curvature(form="plain"))
+    for i in range(300):
+        read(model, opt, [i % 2, 8 if i == 0 else 0])
+    moved = (model[0].weight - words(dtype)[0].weight).abs().max()
+    assert moved < 300 * 0.01 * ELEMENT
+
+
+def test_weight_decay_in_half_precision_is_that_of_float32() -> None:
+    norms = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.LayerNorm(32)).to(dtype)
+        opt = seng.SENG(model, 0.02, **seng.presets.orthogonal())
+        for i in range(300):
+            draw = torch.Generator().manual_seed(i)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=draw, dtype=torch.float32).to(dtype)
+            opt.step()
+        norms[dtype] = [p.float().norm() for p in model.parameters()]
+    torch.testing.assert_close(norms[torch.bfloat16], norms[torch.float32], rtol=0.1, atol=0)
+
+
+def test_a_learning_rate_may_be_a_tensor_of_any_shape_of_one() -> None:
+    ends = []
+    for lr in (0.01, torch.tensor(0.01), torch.tensor([0.01])):
+        model = network()
+        train(model, seng.SENG(model, lr, **seng.presets.orthogonal()), 3)
+        ends.append(model[0].weight.detach())
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(ends[2], ends[0], rtol=1e-6, atol=1e-8)
+
+
+def test_steps_are_counted_without_curvature_too() -> None:
+    model = network()
+    opt = seng.SENG(model, 0.01, **seng.presets.orthogonal())
+    train(model, opt, 3)
+    twin = network()
+    twin.load_state_dict(model.state_dict())
+    other = seng.SENG(twin, 0.01, **seng.presets.orthogonal())
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    pair = copy.deepcopy({"model": model, "opt": opt})
+    assert train(model, opt, 2) == train(twin, other, 2) == train(pair["model"], pair["opt"], 2)
+    assert opt.preconditioner.steps == other.preconditioner.steps == pair["opt"].preconditioner.steps == 5
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -142,10 +240,16 @@ def test_without_curvature_nothing_is_captured_and_the_direction_is_the_gradient
     opt, sgd = seng.SENG(model, 0.01, curvature=none), torch.optim.SGD(other.parameters(), 0.01, momentum=0.9)
     assert train(model, opt, 4) == train(other, sgd, 4)
     assert not opt.refresh_due and opt.last_refresh is None
-    assert all(row["form"] == "plain" for row in opt.diagnostics().values())
+    assert all((row["form"], row["why"]) == ("plain", "form='plain': no curvature") for row in opt.diagnostics().values())
     again = seng.SENG(network(), 0.01, curvature=none)
     again.load_state_dict(opt.state_dict())
     assert "no curvature" in str(seng.explain(model, data()[0], curvature=none))
+    with pytest.raises(RuntimeError, match="nothing to feed"), opt.curvature_batch():
+        pass
+    with pytest.raises(ValueError, match="nothing to attach"):
+        seng.attach(sgd, other, curvature=none)
+    with pytest.raises(ValueError, match="leave out samples, base, or"):
+        seng.Curvature(form="plain", samples=4, base="diagonal")
 
 
 def test_a_table_that_a_linear_layer_shares_is_no_matrix() -> None:
@@ -273,6 +377,10 @@ def test_what_is_refused() -> None:
     state["param_groups"][0]["orthogonal"] = True
     with pytest.raises(ValueError, match="about the layers' matrices"):
         plain.load_state_dict(state)
+    plain.param_groups[0]["orthogonal"] = True
+    plain.param_groups[0]["params"][0].grad = torch.ones(2, 2)
+    with pytest.raises(ValueError, match="about the layers' matrices"):
+        plain.step()
     with pytest.raises(TypeError, match="orthogonal is True or False"):
         seng.SENG(network(), 0.1, orthogonal="yes")
 
@@ -291,3 +399,60 @@ def test_a_gpu_steps_as_a_cpu_does() -> None:
         opt.step()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q.cpu(), rtol=1e-6, atol=1e-9)
+
+
+def eventful(model: nn.Module, opt: seng.SENG, lr: float | Tensor, dtype: torch.dtype) -> None:
+    """Twenty-four steps in which everything changes that a recording could have taken for granted."""
+    (group,) = opt.param_groups
+    for i in range(24):
+        changes = {4: {"lr": 0.5 * lr}, 7: {"momentum": 0.0}, 10: {"momentum": 0.7}, 13: {"weight_decay": 0.0}}
+        group |= changes.get(i, {}) | ({"maximize": i == 16, "nesterov": i != 19})
+        if i == 11:
+            for p in model.parameters():
+                p.data = p.data.clone()
+        if i == 14:
+            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+            (group,) = opt.param_groups
+        x, target = (t.to("cuda", dtype) for t in data(i % 2))
+        x = x.to(memory_format=torch.channels_last) if i > 18 else x
+        opt.zero_grad()
+        naive.loss_of(model(x), target).backward()
+        if i == 8:
+            model[3].weight.grad = None
+        opt.step()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "close"), [(F64, 1e-10), (torch.float32, 1e-3), (torch.bfloat16, 0.05)], ids=str)
+@pytest.mark.parametrize("tensor", [False, True])
+def test_recorded_steps_are_those_one_by_one(
+    dtype: torch.dtype, close: float, tensor: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    for records in (True, False):
+        if not records:
+            monkeypatch.setattr(Orthogonal, "_recorded", lambda *_: False)
+        model = network().to("cuda", dtype)
+        lr: float | Tensor = torch.tensor(0.02, device="cuda") if tensor else 0.02
+        opt = seng.SENG(model, lr, **seng.presets.orthogonal())
+        eventful(model, opt, lr, dtype)
+        ends.append(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
+        assert any(layers.graph is not None for layers in opt._layers.values()) == records
+    assert ends[0].isfinite().all() and naive.relative_error(*ends) < close
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_where_a_recording_does_not_fit_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = Stack.move
+
+    def full(self: Stack, *args: Any) -> None:
+        if capturing():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        moved(self, *args)
+
+    monkeypatch.setattr(Stack, "move", full)
+    model = network().cuda()
+    opt = seng.SENG(model, 0.02, **seng.presets.orthogonal())
+    eventful(model, opt, 0.02, F64)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not any(layers.records for layers in opt._layers.values() if layers.key is not None)

@@ -345,6 +345,14 @@ def test_a_tuned_recipe_is_taken_and_counted(tmp_path):
     tuned["seng-T5"] = {**tuned["seng"], "recipe": {"lr": 0.09}, "epochs": 5.0, "batch": 64}
     (tmp_path / "digits-cnn" / "tuned.json").write_text(json.dumps(tuned))
     assert compare.chosen(QUICK, "seng", compare.How(label="T5"), tmp_path)[0].lr == 0.09
+    made, tuning = compare.chosen(QUICK, "seng", compare.How(label="long", tuned="T5"), tmp_path)
+    assert made.lr == 0.09 and tuning["epochs"] == 5.0
+    with pytest.raises(
+        ValueError, match="nothing for sgd under 'T5': seng tune digits-cnn --optimizers sgd --label T5 finds it"
+    ):
+        compare.chosen(QUICK, "sgd", compare.How(tuned="T5"), tmp_path)
+    with pytest.raises(ValueError, match="give one of them"):
+        compare.chosen(QUICK, "seng", compare.How(tuned="T5", untuned=True), tmp_path)
     tuned["sgd"] = {**tuned["seng"], "recipe": {"schedule": "exp", "schedule_epochs": 2.0}, "epochs": 1.5}
     (tmp_path / "digits-cnn" / "tuned.json").write_text(json.dumps(tuned))
     assert compare.chosen(QUICK, "sgd", compare.How(), tmp_path)[0].schedule_epochs == 4.0  # 3 epochs instead of 1.5

@@ -120,8 +120,11 @@ def chosen(
         known = json.loads(path.read_text()) if path.exists() and not how.untuned else {}
     except ValueError as wrong:
         raise ValueError(f"{path} cannot be read ({wrong}): run seng tune again, which writes it, or give --untuned") from None
-    if how.tuned and not how.untuned and f"{optimizer}-{how.tuned}" not in known:
-        raise ValueError(f"{path} has nothing for {optimizer} under {how.tuned!r}: seng tune {what.name} --label {how.tuned}")
+    if how.tuned and how.untuned:
+        raise ValueError("--tuned takes what seng tune found and --untuned leaves it aside: give one of them")
+    if how.tuned and f"{optimizer}-{how.tuned}" not in known:
+        command = f"seng tune {what.name} --optimizers {optimizer} --label {how.tuned}"
+        raise ValueError(f"{path} has nothing for {optimizer} under {how.tuned!r}: {command} finds it")
     tuned = known.get(f"{optimizer}-{how.tuned or how.label}") or known.get(optimizer)
     base = what.recipe(optimizer, budget)
     if tuned is not None:
