@@ -110,7 +110,7 @@ class Diagonal(Base):
 
     def __post_init__(self) -> None:
         mean = self.v.mean()
-        P = (self.v / torch.where(mean > 0, mean, 1) + FLOOR) ** self.power
+        P = (self.v / torch.where(mean > 0, mean, 1)).clamp_min(FLOOR) ** self.power
         object.__setattr__(self, "weights", {exponent: ((P / P.mean()) ** exponent,) for exponent in EXPONENTS})
 
     def times(self, X: Tensor, exponent: float) -> Tensor:

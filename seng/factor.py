@@ -17,7 +17,7 @@ from torch import Tensor
 from seng.numerics import OVERSAMPLE, SMALL, eigh, orthonormal, widest
 from seng.operators import product, wide
 
-FLOOR = 0.01  # of the mean eigenvalue, added to all: inputs that are never active would be stepped along without bound
+FLOOR = 1e-3  # of the mean eigenvalue, the least that counts: inputs never active would be stepped along without bound
 FIRST, LATER = 6, 2  # products of a range finder: it begins at random, later ones where the last one ended
 GRAM = 8192  # rows n up to which a batch's xxᵀ is worked out once, for a moment, in place of twice an iteration
 
@@ -47,11 +47,11 @@ class Factor:
         return self.rest[:, None, None] * Z + self.V @ ((self.s - self.rest[:, None])[:, :, None] * (self.V.mT @ Z))
 
     def eigenvalues(self, power: float) -> tuple[Tensor, Tensor]:
-        """Those of (C + floor)^power, V's (h, r) and all others' (h,), with mean 1; all of them 1 where C is zero."""
+        """Those of max(C, floor)^power, V's (h, r) and all others' (h,), with mean 1; all of them 1 where C is zero."""
         _, n, r = self.V.shape
         mean = self.trace[:, None] / n
         mean = torch.where(mean > 0, mean, 1)
-        kept, others = (self.s / mean + FLOOR) ** power, (self.rest / mean[:, 0] + FLOOR) ** power
+        kept, others = (e.clamp_min(FLOOR) ** power for e in (self.s / mean, self.rest / mean[:, 0]))
         scale = (kept.sum(1) + (n - r) * others) / n
         return kept / scale[:, None], others / scale
 

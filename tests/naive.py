@@ -68,9 +68,9 @@ def sides(layer: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalised_power(C: Tensor, power: float, floor: float) -> Tensor:
-    """(C + floor·mean eigenvalue)^p, scaled to mean eigenvalue 1."""
+    """C^p, eigenvalues at least floor·their mean, scaled to mean eigenvalue 1."""
     e, V = torch.linalg.eigh(C)
-    e = (e.clamp_min(0) + floor * e.mean()) ** power
+    e = e.clamp_min(floor * float(e.mean())) ** power
     return V @ torch.diag(e / e.mean()) @ V.T
 
 
@@ -82,7 +82,7 @@ def kronecker_metric(A: Tensor, G: Tensor, power: float, floor: float) -> Tensor
 
 def diagonal_metric(v: Tensor, power: float, floor: float) -> Tensor:
     """diag(v)^p in the same way."""
-    e = (v + floor * v.mean()) ** power
+    e = v.clamp_min(floor * float(v.mean())) ** power
     return torch.diag(e / e.mean())
 
 

@@ -161,7 +161,7 @@ def test_sketched_factors_come_closer_as_their_rank_grows() -> None:
 
     exact = direction(61)  # the bias is one more
     errors = [naive.relative_error(direction(rank), exact) for rank in (4, 8, 16, 32, 48)]
-    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.05 * errors[0]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.06 * errors[0]
     assert naive.relative_error(direction(1000), exact) == 0
 
 
