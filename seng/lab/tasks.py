@@ -63,7 +63,7 @@ IMAGENET = {  # batch 256; the paper gives the rate and the length for batch 512
 
 AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so its gradients are large
     "seng": {"lr": 0.003, "damping": 0.1},
-    "seng-orthogonal": {},  # whose steps have one length, whatever the loss
+    "seng-orthogonal": {"lr": 0.1},  # whose steps have one length, whatever the loss
     "seng-paper": {"lr": 0.003},
     "sgd": {"lr": 0.003},
     "adam": {"lr": 0.002},
