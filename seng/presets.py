@@ -1,4 +1,7 @@
-"""Settings by name, as keyword arguments: `seng.SENG(model, lr, **seng.presets.paper())`."""
+"""Settings by name, as keyword arguments: `seng.SENG(model, lr, **seng.presets.paper())`.
+
+What is to differ is told to the preset: `**seng.presets.orthogonal(weight_decay=0.02)`.
+"""
 
 from __future__ import annotations
 
