@@ -237,7 +237,7 @@ class Orthogonal:
         whole = device.type == "cuda" and all(t.device == device for t in (*tensors, *xs))
         if not whole or not self.records or capturing():
             return False
-        looks = [(t.dtype, t.shape, t.stride()) for t in (*tensors, *xs)]
+        looks = [(t.dtype, t.shape, t.stride()) for t in (*self.params, *xs)]
         key = signs, len(buffers), [t.data_ptr() for t in tensors], looks
         if key != self.key:
             self.key, self.graph = key, None
