@@ -142,7 +142,7 @@ def recorded(device: torch.device, run: Callable[[], None], pool: Any = None) ->
     gc.disable()  # a graph that is let go of while another is recorded would spoil it
     try:
         with torch.cuda.device(device), torch.cuda.stream(side):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool or torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
             try:
                 run()
             finally:
