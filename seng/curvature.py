@@ -20,8 +20,8 @@ PLAIN_REFUSES = ("samples", "sketch", "combine", "decay", "fisher", "blocks", "m
 class Curvature:
     """How U is sampled, kept and used. Defaults and the reason for each:
 
-    form="auto"            plans per layer from its shape; see `seng.explain`. "plain" keeps no curvature: d = g, which with
-                           `orthogonal=True` is the step that won our races (docs/race.md)
+    form="auto"            plans per layer from its shape; see `seng.explain`. "plain" keeps no curvature: d = g, which
+                           with `orthogonal=True` is Muon's step and got further than any curvature (docs/race.md)
     samples=None           ϱ: the first so many of the step's samples; None takes all, since they cost no extra backward
     rank=16                r of the implicit form and width k of the merged basis, which holds k·n numbers; more gained little
                            (docs/tuning.md); more than exists means exact; None keeps as many as the direction needs

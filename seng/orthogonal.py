@@ -29,6 +29,7 @@ from seng.layers import ROWS
 from seng.operators import HALF, wide
 from seng.replay import capturing, recorded, side_stream
 from seng.sites import Segment, Site
+from seng.solver import momentum_buffer
 from seng.staging import send
 
 RMS = 1 / 30  # of a step, per unit of lr: so that lr is about what it is for SGD on networks with norms
@@ -178,8 +179,11 @@ class Orthogonal:
         if not self.params:
             return
         xs = [directions[p] for p in self.params]
-        buffers = [_kept(state[p], "momentum_buffer", torch.zeros_like, p) for p in self.params] if group["momentum"] else []
-        roots = [_kept(state[p], "direction_rms", torch.abs, directions[p].to(p.dtype)) for p in self.elements]
+        buffers = [momentum_buffer(state[p], p) for p in self.params] if group["momentum"] else []
+        for p in self.elements:
+            if "direction_rms" not in state[p]:
+                state[p]["direction_rms"] = directions[p].to(p.dtype).abs()
+        roots = [state[p]["direction_rms"] for p in self.elements]
         lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
         numbers = lr, group["momentum"], group["weight_decay"]
         signs = group["nesterov"], group["maximize"], bool(group["weight_decay"])
@@ -289,11 +293,3 @@ def _side_by_side(streams: Sequence[torch.cuda.Stream]) -> Iterator[Callable[[in
 
 def _alike(x: Tensor, p: Tensor) -> bool:
     return x.stride() == p.stride() and x.dtype == p.dtype
-
-
-def _kept(entry: dict[str, Any], name: str, first: Callable[[Tensor], Tensor], of: Tensor) -> Tensor:
-    """What is kept of a parameter under a name; `first(of)` where there is nothing yet."""
-    if entry.get(name) is None:
-        entry[name] = first(of)
-    kept: Tensor = entry[name]
-    return kept

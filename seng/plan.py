@@ -224,8 +224,6 @@ def _of_network(dims: Sequence[Dims], curvature: Curvature, budget: int | None) 
 
 def pooled_plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, every: int | None = None) -> list[Plan]:
     """One basis per layer, held by all ranks; where memory is short, the rank is halved, then the largest goes without."""
-    if curvature.none:
-        return [Plan(d, "plain", 0, NO_CURVATURE) for d in dims]
     if curvature.base != "identity":
         return _with_base(dims, curvature, budget, lambda rest, room: pooled_plan(dims, rest, room, every))
     rank = curvature.rank or WIDEST

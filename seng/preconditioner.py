@@ -102,9 +102,7 @@ class Preconditioner:
         self._waiting: dict[tuple[tuple[Segment, ...], int, int], Plan] = {}  # parameters, κ and ϱ -> what `_keep` goes by
         self._noted: tuple[dict[int, Solve], Ready, Gradients] | None = None  # a refresh whose directions are to come
         self.renewed: dict[int, tuple[base.Kronecker | base.Diagonal, Tensor]] = {}  # in a refresh: P, and whether it is fine
-        self.observer = (
-            Observer(module, WeakMethod(self._observe)) if curvature.fisher != "empirical" and not curvature.none else None
-        )
+        self.observer = Observer(module, WeakMethod(self._observe)) if curvature.fisher != "empirical" else None
         self.cover(params)
         if (self.observer or curvature.blocks == "network") and (self.ranks.team.many or self.spread):
             raise ValueError(

@@ -245,12 +245,12 @@ class Quick:
         known = at is self.at and momenta == self.momenta and all(map(is_, buffers, self.buffers))
         if any(momenta) and not known:
             entries = zip(self.states, ready.params, self.group_of, strict=True)
-            buffers = self.buffers = [_buffer(state, p) if hyper[i].momentum else None for state, p, i in entries]
+            buffers = self.buffers = [momentum_buffer(state, p) if hyper[i].momentum else None for state, p, i in entries]
             self.at, self.momenta = at, momenta
         ready.grouped.update(grads, buffers, hyper, self.group_of, located=True)
 
 
-def _buffer(state: dict[str, Any], p: nn.Parameter) -> Tensor:
+def momentum_buffer(state: dict[str, Any], p: nn.Parameter) -> Tensor:
     """The momentum of a parameter, laid out in memory as the parameter is."""
     buffer: Tensor | None = state.get("momentum_buffer")
     if buffer is None or buffer.stride() != p.stride():

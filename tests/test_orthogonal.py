@@ -109,13 +109,13 @@ def test_a_row_that_is_not_read_moves_little_where_r_is_new(before: str) -> None
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float16, torch.bfloat16], ids=str)
-def test_rows_that_are_seldom_read_do_not_run_away_with_much_momentum(dtype: torch.dtype) -> None:
+def test_a_row_that_is_read_once_does_not_run_away_with_much_momentum(dtype: torch.dtype) -> None:
     model = words(dtype)
     opt = seng.SENG(model, 0.01, momentum=0.99, nesterov=True, orthogonal=True, curvature=seng.Curvature(form="plain"))
     for i in range(300):
         read(model, opt, [i % 2, 8 if i == 0 else 0])
-    moved = (model[0].weight - words(dtype)[0].weight).abs().max()
-    assert moved < 300 * 0.01 * ELEMENT
+    once = (model[0].weight - words(dtype)[0].weight)[8].abs().max()
+    assert 0 < once < 10 * 0.01 * ELEMENT
 
 
 def test_weight_decay_in_half_precision_is_that_of_float32() -> None:

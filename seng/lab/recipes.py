@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 import seng
 from seng import schedules
+from seng.curvature import Combine, Form, Metric
 from seng.kronecker import why_plain
 from seng.lab.muon import MuonAndAdamW
 from seng.lab.names import unknown
@@ -202,8 +203,8 @@ class SENG(Damped):
     samples: int | None = None
     rank: int | None = 16
     average: float = 0.8  # of the curvature, from refresh to refresh
-    combine: Literal["exact", "independent"] = "exact"
-    form: Literal["auto", "explicit", "implicit", "merged", "plain"] = "auto"
+    combine: Combine = "exact"
+    form: Form = "auto"
     name: ClassVar[str] = "seng"
     space: ClassVar[Space] = {
         "lr": Between(2e-2, 2.0),
@@ -253,7 +254,7 @@ class PaperSENG(SENG):
     nesterov: bool = False
     refresh_every: int = 200
     average: float = 0.0
-    combine: Literal["exact", "independent"] = "independent"
+    combine: Combine = "independent"
     floor: float = schedules.FLOOR
     name: ClassVar[str] = "seng-paper"
     space: ClassVar[Space] = {
@@ -271,8 +272,8 @@ class OrthogonalSENG(SENG):
     lr: float = 0.06
     weight_decay: float = 5e-2
     momentum: float = 0.85
-    form: Literal["auto", "explicit", "implicit", "merged", "plain"] = "plain"
-    base: Literal["identity", "kronecker", "diagonal"] = "identity"
+    form: Form = "plain"
+    base: Metric = "identity"
     power: float = 0.5
     base_rank: int = 128
     graft: bool | None = None
