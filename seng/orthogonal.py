@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from seng.layers import ROWS
 from seng.operators import HALF, wide
@@ -40,6 +41,7 @@ MEMORY = 0.95  # of r², as in SOAP: Adam's 0.999 is slow for runs of a few thou
 MOST = (1 - MEMORY) ** -0.5  # |x|/r at most, which r says of itself once it has seen all of x
 TINY = 1e-15  # added to r: where nothing has come yet, nothing is done
 
+GRAIN = 8  # numbers of bfloat16 in what tensor cores read at once
 BRANCHES = 4  # of a recording, which run side by side: matrices are small and many, and each stream costs a workspace
 
 Part = tuple[Site, tuple[Segment, ...]]  # a layer, or those of its parameters that take this step
@@ -49,8 +51,12 @@ Number = float | Tensor
 def polar(X: Tensor) -> Tensor:
     """Q of each of X (L, m, n), nearly: X ← aX + (bXXᵀ + c(XXᵀ)²)X, from X/‖X‖; 0 of a matrix of zeros.
 
-    On a GPU X comes in bfloat16: the iteration corrects its own rounding.
+    On a GPU X comes in bfloat16: the iteration corrects its own rounding. There sizes are filled up with zeros, which stay 0,
+    since products of odd ones are slow: a layer with a bias has one column more.
     """
+    m, n = X.shape[-2:]
+    if X.dtype == torch.bfloat16 and (m % GRAIN or n % GRAIN):
+        X = pad(X, (0, -n % GRAIN, 0, -m % GRAIN))
     wide = X.shape[-2] <= X.shape[-1]
     Y = X if wide else X.mT
     Y = Y / Y.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)  # squares of which do not vanish
@@ -59,7 +65,7 @@ def polar(X: Tensor) -> Tensor:
     for _ in range(STEPS):
         S = Y @ Y.mT
         Y = torch.baddbmm(Y, torch.baddbmm(S, S, S, beta=b, alpha=c), Y, beta=a)
-    return Y if wide else Y.mT
+    return (Y if wide else Y.mT)[..., :m, :n]
 
 
 def is_matrix(part: Part) -> bool:

@@ -65,6 +65,14 @@ def test_the_scale_of_a_matrix_does_not_matter(dtype: torch.dtype, close: float)
     assert polar((1e-42 * X).to(dtype)).isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 9), (2, 9, 5), (1, 8, 16), (1, 16, 17), (3, 1, 7)])
+def test_sizes_that_are_filled_up_with_zeros_give_the_same(shape: tuple[int, ...]) -> None:
+    X = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(0))
+    got = polar(X.to(torch.bfloat16))
+    assert got.shape == X.shape
+    torch.testing.assert_close(got.to(F64), polar(X), atol=0.05, rtol=0)
+
+
 def test_a_layer_whose_gradient_is_zero_stays_finite() -> None:
     layer = nn.Linear(6, 4).float()
     opt = seng.SENG(layer, 0.01, **seng.presets.orthogonal())
