@@ -131,12 +131,14 @@ def main() -> None:
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     preset = PRESETS[options.preset]
     lines = [json.dumps(provenance(command(), device))]
-    for name in ("sgd", "seng"):
+    for name in ("sgd", "seng", "seng orthogonal"):
         torch.manual_seed(0)
         model = task.build().to(device, memory_format=memory_format(task, device))
         opt: torch.optim.Optimizer
         if name == "sgd":
             opt = torch.optim.SGD(model.parameters(), task.lr, momentum=0.9, fused=device.type == "cuda" or None)
+        elif name == "seng orthogonal":
+            opt = seng.SENG(model, task.lr, **seng.presets.orthogonal())
         else:
             curvature = seng.Curvature(rank=preset.rank, decay=preset.decay, samples=preset.samples, memory=preset.memory)
             opt = seng.SENG(model, task.lr, refresh_every=min(preset.every or 10, 10), curvature=curvature)
@@ -158,6 +160,8 @@ def main() -> None:
         if name == "seng":
             lines += host_parts(whole, opt, wait)
             opt.preconditioner.refresh_every = 10**9
+        prepare()
+        lines += [f"{name}, opt.step() alone", *profiled(opt.step, wait, device.type == "cuda")]
         lines.append(f"{name}, host time of opt.step(): {host_microseconds(prepare, opt.step, wait):.0f} µs")
     options.out.mkdir(parents=True, exist_ok=True)
     named = [task.name] + [options.preset] * (options.preset != "default")

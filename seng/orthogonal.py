@@ -4,8 +4,9 @@
 
 That is steepest descent in the spectral norm, the step of Muon (Jordan et al. 2024), here of SENG's directions: what few
 samples agree on is stepped along as far as what all do. Every layer's step has the same root mean square, lr·RMS, whatever the
-scale of the loss. Weight and bias of a layer are one matrix, as everywhere in SENG. Norms and embeddings, which are none, take
-Adam's step, each number divided by the running root mean square r of its direction,
+scale of the loss. Weight and bias of a layer are one matrix, as everywhere in SENG, but a weight that is three times as tall as
+wide is three: that is how queries, keys and values lie in one layer, which have little to do with each other. Norms and
+embeddings, which are none, take Adam's step, each number divided by the running root mean square r of its direction,
 
     θ ← θ − lr·(ELEMENT·(1 − momentum)·x/r + weight_decay·θ)
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from seng.layers import ROWS
-from seng.operators import HALF, wide
+from seng.operators import HALF, Shape, wide
 from seng.replay import capturing, recorded, side_stream
 from seng.sites import Segment, Site
 from seng.solver import momentum_buffer
@@ -41,6 +42,7 @@ MEMORY = 0.95  # of r², as in SOAP: Adam's 0.999 is slow for runs of a few thou
 MOST = (1 - MEMORY) ** -0.5  # |x|/r at most, which r says of itself once it has seen all of x
 TINY = 1e-15  # added to r: where nothing has come yet, nothing is done
 
+QKV = 3
 GRAIN = 8  # numbers of bfloat16 in what tensor cores read at once
 BRANCHES = 4  # of a recording, which run side by side: matrices are small and many, and each stream costs a workspace
 
@@ -74,13 +76,21 @@ def is_matrix(part: Part) -> bool:
     return site.matrix and any(s.name == "weight" for s in active)
 
 
+def shape_of(part: Part) -> Shape:
+    """(h, n_G, n_A) of its h matrices."""
+    site, active = part
+    h, n_G, n_A = site.shape(active)
+    columns = next(s.shape[2] for s in active if s.name == "weight")
+    return (QKV * h, columns, n_A) if n_G == QKV * columns else (h, n_G, n_A)
+
+
 class Stack:
     """Matrices of one shape, whose steps are worked out at once."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        site, active = parts[0]
-        self.shape = site.shape(active)
+        site, _ = parts[0]
+        self.shape = shape_of(parts[0])
         self.device = site.lead.device
         half = self.device.type == "cuda" and site.dtype != torch.float64
         self.dtype = torch.bfloat16 if half else site.dtype
@@ -94,7 +104,7 @@ class Stack:
                 room.copy_(site.gather(active, x_of, site.dtype).view(self.shape))
                 continue
             for s, columns in zip(active, room.split([s.shape[2] for s in active], 2), strict=True):
-                columns.copy_(_rows(x_of[s.param], s.param).view(s.shape))
+                columns.copy_(_rows(x_of[s.param], s.param).view(columns.shape))
         Q = polar(X.flatten(0, 1)).view(X.shape)
         length = torch.linalg.vector_norm(Q, dim=(1, 2, 3), keepdim=True, dtype=self.parts[0][0].dtype)
         moves = Q * (lr * RMS * math.prod(self.shape) ** 0.5 / torch.where(length > 0, length, 1))
@@ -169,8 +179,8 @@ class Orthogonal:
         found = [(site, tuple(s for s in site.segments if s.param in there)) for site in sites]
         found = [part for part in found if part[1]]
         alike: defaultdict[object, list[Part]] = defaultdict(list)
-        for site, active in filter(is_matrix, found):
-            alike[site.shape(active), site.dtype, site.lead.device].append((site, active))
+        for part in filter(is_matrix, found):
+            alike[shape_of(part), part[0].dtype, part[0].lead.device].append(part)
         self.stacks = sorted(map(Stack, alike.values()), key=lambda stack: -stack.work)
         self.elements = [s.param for part in found if not is_matrix(part) for s in part[1]]
         self.params = [s.param for stack in self.stacks for _, active in stack.parts for s in active] + self.elements

@@ -1,6 +1,7 @@
 """Steps by the polar factor of the momentum: seng/orthogonal.py."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import naive
@@ -164,25 +165,51 @@ def test_steps_are_counted_without_curvature_too() -> None:
     assert opt.preconditioner.steps == other.preconditioner.steps == pair["opt"].preconditioner.steps == 5
 
 
+@pytest.mark.parametrize(("outputs", "blocks"), [(3, 1), (10, 1), (15, 3), (20, 1)])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_a_step_is_the_formula(nesterov: bool) -> None:
-    """Two steps of one layer: momentum as torch has it, weight and bias one matrix, of one length, decay apart."""
-    layer = nn.Linear(5, 3).to(F64)
+def test_a_step_is_the_formula(nesterov: bool, outputs: int, blocks: int) -> None:
+    """Two steps of one layer: momentum as torch has it, weight and bias one matrix, of one length, decay apart.
+
+    Of a layer that is three times as tall as wide, each third has its own polar factor.
+    """
+    layer = nn.Linear(5, outputs).to(F64)
     W = torch.cat([layer.weight, layer.bias[:, None]], 1).detach().clone()
     opt = seng.SENG(layer, 0.1, momentum=0.8, nesterov=nesterov, weight_decay=0.01, damping=OFF, orthogonal=True)
     m = torch.zeros_like(W)
     for i in range(2):
-        x, target = torch.randn(7, 5, dtype=F64), torch.randn(7, 3, dtype=F64)
+        x, target = torch.randn(7, 5, dtype=F64), torch.randn(7, outputs, dtype=F64)
         opt.zero_grad()
         naive.loss_of(layer(x), target).backward()
         g = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
         m = 0.8 * m + g
         along = g + 0.8 * m if nesterov else m
-        Q = polar(along[None])[0]
-        W = W - 0.1 * (Q * RMS * 18**0.5 / Q.norm() + 0.01 * W)
+        Q = torch.cat([polar(rows[None])[0] for rows in along.chunk(blocks)])
+        W = W - 0.1 * (Q * RMS * (6 * outputs) ** 0.5 / Q.norm() + 0.01 * W)
         opt.step()
         got = torch.cat([layer.weight, layer.bias[:, None]], 1)
         assert naive.relative_error(got, W) < 1e-9, i
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "rows"),
+    [
+        (nn.Conv2d(4, 12, 1, groups=2, bias=False), lambda w: w.flatten(1)),
+        (nn.ConvTranspose2d(2, 6, 1, bias=False), lambda w: w.flatten(1).mT),
+        (nn.Conv2d(2, 24, (2, 2), bias=False), lambda w: w.flatten(1)),
+    ],
+    ids=["grouped", "transposed", "four columns a channel"],
+)
+def test_thirds_of_other_layers(layer: nn.Module, rows: Callable[[Tensor], Tensor], last: bool) -> None:
+    """Every third of a matrix, and of every group, that is three times as tall as wide."""
+    layer = copy.deepcopy(layer).to(F64)
+    layer = layer.to(memory_format=torch.channels_last) if last else layer
+    W = rows(layer.weight).detach().clone()
+    opt = seng.SENG(layer, 0.1, damping=OFF, orthogonal=True)
+    layer(torch.randn(5, layer.in_channels, 3, 3, dtype=F64)).square().mean().backward()
+    Q = torch.cat([polar(part[None])[0] for part in rows(layer.weight.grad).split(W.shape[1])])
+    opt.step()
+    assert naive.relative_error(rows(layer.weight), W - 0.1 * Q * RMS * W.numel() ** 0.5 / Q.norm()) < 1e-9
 
 
 class Scaled(nn.Module):

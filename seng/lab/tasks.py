@@ -120,7 +120,7 @@ TASKS = {
             problem=Language(context=128),
             batch=32,
             convolutional=False,
-            recipes={name: {"weight_decay": 0.0} for name in ("seng", "seng-paper", "sgd", "kfac", "shampoo")},
+            recipes=_warmed(0.4, {name: {"weight_decay": 0.0} for name in ("seng", "seng-paper", "sgd", "kfac", "shampoo")}),
         ),
     )
 }

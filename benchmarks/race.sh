@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# The races of docs/race.md, each by its name: bash benchmarks/race.sh e8 t94 b2048 gpt autoencoder ablation step
+# On a GPU, with the data in ./data or $SENG_DATA. Searches share the GPU (JOBS processes); what is timed runs alone.
+set -euo pipefail
+seng="python3 -m seng" jobs=${JOBS:-6}
+
+epochs_in() { # TASK SECONDS OPTIMIZER…: sets `each` to "optimizer epochs" of what they train in that time
+    mapfile -t each < <(python3 benchmarks/epochs_in.py "$1" "$2" --optimizers "${@:3}" | awk '{print $1, $2}')
+}
+
+for race in "$@"; do
+    case $race in
+    e8) # accuracy after eight epochs, and the time of a step
+        $seng tune cifar10-resnet18 --optimizers seng-orthogonal muon sgd --label e8 --epochs 8 --trials 8 --jobs "$jobs"
+        $seng compare cifar10-resnet18 --optimizers seng-orthogonal muon sgd --label e8 --epochs 8 --no-stop --again
+        ;;
+    t94) # seconds to 94 %, with the recipes of e8
+        $seng compare cifar10-resnet18 --optimizers seng-orthogonal muon --tuned e8 --label e16 --epochs 16 --again
+        $seng compare cifar10-resnet18 --optimizers sgd --tuned e8 --label e40 --epochs 40 --again
+        ;;
+    b2048)
+        $seng tune cifar10-resnet18 --optimizers seng-orthogonal muon sgd --label b2048 --batch 2048 --epochs 8 --trials 8 --jobs "$jobs"
+        $seng compare cifar10-resnet18 --optimizers seng-orthogonal muon sgd --label b2048 --batch 2048 --epochs 16 --no-stop --again
+        ;;
+    gpt) # at equal steps, and in the time that ours takes
+        $seng tune shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label race --trials 16 --jobs "$jobs"
+        $seng compare shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label race --no-stop --again
+        epochs_in shakespeare-gpt 3.6 adamw muon soap
+        for row in "${each[@]}"; do
+            read -r name epochs <<<"$row"
+            $seng compare shakespeare-gpt --optimizers "$name" --tuned race --label time --epochs "$epochs" --no-stop --again
+        done
+        ;;
+    autoencoder) # in four seconds; every optimizer is tuned with as many epochs as it trains in them
+        epochs_in mnist-autoencoder 4 seng-orthogonal adam kfac
+        for row in "${each[@]}"; do
+            read -r name epochs <<<"$row"
+            $seng tune mnist-autoencoder --optimizers "$name" --label time --epochs "$epochs" --trials 8 --jobs "$jobs"
+            $seng compare mnist-autoencoder --optimizers "$name" --label time --epochs "$epochs" --no-stop --again
+        done
+        ;;
+    ablation) python3 benchmarks/ablation.py --epochs 3 --jobs "$jobs" --out results/ablation.json ;;
+    step) python3 benchmarks/profile_step.py --model resnet18 ;;
+    *) echo "race.sh: there is no race $race: e8 t94 b2048 gpt autoencoder ablation step" >&2 && exit 1 ;;
+    esac
+done
