@@ -25,7 +25,7 @@ from seng.lab import paper, recipes
 from seng.lab.compare import How, chosen
 from seng.lab.datasets import Arrays, Data
 from seng.lab.problems import Language, Reconstruction
-from seng.lab.recipe import OneOf
+from seng.lab.recipe import Between, OneOf
 from seng.lab.tasks import TASKS
 from seng.lab.train import Training
 from seng.lab.tuning import command as tune
@@ -143,6 +143,8 @@ def test_a_range_moves_along_with_the_tasks_own_value() -> None:
     space = Plan(task, "seng-paper").space
     assert (space["damping"].low, space["damping"].high) == pytest.approx((1.0, 4.0))
     assert isinstance(space["schedule"], OneOf) and space["schedule"].values[0] == "linear"
+    momentum = Plan(TASKS["shakespeare-gpt"], "muon").space["momentum"]  # its own is 0.9: 1 would be beyond all sense
+    assert isinstance(momentum, Between) and (momentum.low, momentum.high) == (0.6, 0.97)
 
 
 def test_schedules_shrink_with_the_budget() -> None:

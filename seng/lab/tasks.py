@@ -75,6 +75,15 @@ AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so 
 }
 
 
+NO_DECAY: dict[str, dict[str, Any]] = {name: {"weight_decay": 0.0} for name in ("seng", "seng-paper", "sgd", "kfac", "shampoo")}
+GPT = NO_DECAY | {  # where a first search ended
+    "seng-orthogonal": {"lr": 0.07, "weight_decay": 0.03, "momentum": 0.9},
+    "muon": {"lr": 0.012, "weight_decay": 0.16, "momentum": 0.9},  # nearly the same
+    "adamw": {"lr": 1.5e-3, "weight_decay": 1e-2},
+    "soap": {"lr": 3e-3, "weight_decay": 1e-3},
+}
+
+
 def _paper(name: str, data: str, build: Callable[[int], nn.Module], target: float, augment: Augment, paper: Any) -> Task:
     """One of the six tasks of the paper's table."""
     own = {"seng-paper": paper, "seng": {"refresh_every": 50}, "kfac": {"refresh_every": 100, "average": 0.8}}
@@ -120,7 +129,7 @@ TASKS = {
             problem=Language(context=128),
             batch=32,
             convolutional=False,
-            recipes=_warmed(0.4, {name: {"weight_decay": 0.0} for name in ("seng", "seng-paper", "sgd", "kfac", "shampoo")}),
+            recipes=_warmed(0.4, GPT),
         ),
     )
 }

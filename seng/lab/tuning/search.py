@@ -141,7 +141,7 @@ class Plan:
 
     @cached_property
     def space(self) -> Space:
-        """What is searched. A range moves along with the task's own value; where that is 0, it stays 0."""
+        """What is searched. A range of scales moves along with the task's own value; where that is 0, it stays 0."""
         if self.sampler == "grid":
             fields = self.points[0] if self.points else {}
             columns = {name: [getattr(self.base, name), *(point[name] for point in self.points)] for name in fields}
@@ -178,6 +178,8 @@ def _around(allowed: Between | OneOf, own: Any, usual: Any) -> Between | OneOf |
         return None
     if isinstance(allowed, OneOf):
         return allowed if own in allowed.values else OneOf((own, *allowed.values))
+    if not allowed.log:
+        return replace(allowed, low=min(allowed.low, own), high=max(allowed.high, own))
     return replace(allowed, low=allowed.low * own / usual, high=allowed.high * own / usual)
 
 
