@@ -75,7 +75,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
 }
 
 
-def runs(seeds: int) -> list[dict[str, Any]]:
+def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every setting as it is, and with one knob changed."""
     found: list[dict[str, Any]] = []
     for name, (base, knobs) in SETTINGS.items():
@@ -84,11 +84,12 @@ def runs(seeds: int) -> list[dict[str, Any]]:
             for value in values:
                 fields = {**base, **(value if isinstance(value, dict) else {knob: value})}
                 found.append({"setting": name, "knob": knob, "value": value, "fields": fields})
-    return [{**run, "seed": 300 + seed} for seed in range(seeds) for run in found]
+    common = {"task": options.task, "epochs": options.epochs}
+    return [{**common, **run, "seed": 300 + seed} for seed in range(options.seeds) for run in found]
 
 
 def key(run: dict[str, Any]) -> str:
-    return json.dumps([run["fields"], run["seed"]], sort_keys=True)
+    return json.dumps([run["task"], run["epochs"], run["fields"], run["seed"]], sort_keys=True)
 
 
 def work(options: argparse.Namespace, part: int) -> None:
@@ -96,7 +97,10 @@ def work(options: argparse.Namespace, part: int) -> None:
     what = task(options.task)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = on(device, held_out(load(what.data, None)))
-    for run in missing(options)[part :: options.jobs]:
+    known = {key(run) for run in done(options)}
+    for run in runs(options)[part :: options.jobs]:
+        if key(run) in known:
+            continue
         recipe = what.recipe("seng-orthogonal", options.epochs).with_(run["fields"])
         training = Training(Run(what, recipe, run["seed"], options.epochs, stop=False, shared=True), data, device)
         line: dict[str, Any] = {}
@@ -115,11 +119,6 @@ def done(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [json.loads(text) for text in parts(options).read_text().splitlines()] if parts(options).exists() else []
 
 
-def missing(options: argparse.Namespace) -> list[dict[str, Any]]:
-    known = {key(run) for run in done(options)}
-    return [run for run in runs(options.seeds) if key(run) not in known]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="one knob at a time around three settings")
     parser.add_argument("--task", default="cifar10-resnet18")
@@ -133,10 +132,11 @@ def main() -> None:
         return work(options, options.part)
     workers = [subprocess.Popen([sys.executable, *sys.argv, "--part", str(i)]) for i in range(options.jobs)]
     ends = [worker.wait() for worker in workers]
-    if any(ends):
+    found = {key(run): run for run in done(options)}
+    asked = [key(run) for run in runs(options)]
+    if any(ends) or not found.keys() >= set(asked):
         sys.exit("ablation: a worker ended before its work was done; the same command goes on from here")
-    order = [key(run) for run in runs(options.seeds)]
-    rows = sorted(done(options), key=lambda run: order.index(key(run)))
+    rows = [found[each] for each in asked]
     setting = f"{options.task}, {options.epochs:g} epochs, seeds from 300, judged on a tenth of the training set"
     write(Path(options.out), setting, rows)
     parts(options).unlink()

@@ -1,4 +1,5 @@
-"""Where does the time of a step go? Host time, launches and GPU time, with and without a refresh, beside SGD.
+"""Where does the time of a step go? Host time, launches and GPU time, with and without a refresh, beside SGD and the
+orthogonal step.
 
     python benchmarks/profile_step.py [--model resnet18] [--preset strong] [--out results/bench]
 
@@ -115,7 +116,7 @@ def profiled(work: Callable[[], None], wait: Callable[[], None], cuda: bool) -> 
     key = "self_device_time_total" if cuda else "self_cpu_time_total"
     events = [e for e in seen.key_averages() if e.device_type == device and "#" not in e.key]
     events.sort(key=lambda e: -getattr(e, key))
-    launches = sum(e.count for e in seen.key_averages() if "LaunchKernel" in e.key)
+    launches = sum(e.count for e in seen.key_averages() if "LaunchKernel" in e.key or "GraphLaunch" in e.key)
     lines = [f"{sum(getattr(e, key) for e in events) / 1e3:.2f} ms busy, {launches} launches"]
     return lines + [f"  {getattr(e, key) / 1e3:8.3f} ms ×{e.count:5d}  {e.key[:90]}" for e in events[:15]]
 

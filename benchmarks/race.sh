@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # The races of docs/race.md, each by its name: bash benchmarks/race.sh e8 t94 b2048 gpt autoencoder ablation step
-# On a GPU, with the data in ./data or $SENG_DATA. Searches share the GPU (JOBS processes); what is timed runs alone.
+# On a GPU, with the data in ./data or $SENG_DATA. Searches share the GPU (JOBS processes); what is timed runs alone. Searches that are
+# done are not done again; what they found is run again. Races of equal time measure first: to repeat one, remove its label's studies.
 set -euo pipefail
 seng="python3 -m seng" jobs=${JOBS:-6}
 
 epochs_in() { # TASK SECONDS OPTIMIZER…: sets `each` to "optimizer epochs" of what they train in that time
-    mapfile -t each < <(python3 benchmarks/epochs_in.py "$1" "$2" --optimizers "${@:3}" | awk '{print $1, $2}')
+    local found
+    found=$(python3 benchmarks/epochs_in.py "$1" "$2" --optimizers "${@:3}" | awk '{print $1, $2}')
+    mapfile -t each <<<"$found"
 }
 
 for race in "$@"; do
@@ -23,12 +26,12 @@ for race in "$@"; do
         $seng compare cifar10-resnet18 --optimizers seng-orthogonal muon sgd --label b2048 --batch 2048 --epochs 16 --no-stop --again
         ;;
     gpt) # at equal steps, and in the time that ours takes
-        $seng tune shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label race --trials 16 --jobs "$jobs"
-        $seng compare shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label race --no-stop --again
-        epochs_in shakespeare-gpt 3.6 adamw muon soap
+        $seng tune shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label warm --trials 16 --jobs "$jobs"
+        $seng compare shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label warm --no-stop --again
+        epochs_in shakespeare-gpt "${SECONDS_OF_OURS:-3.6}" adamw muon soap
         for row in "${each[@]}"; do
             read -r name epochs <<<"$row"
-            $seng compare shakespeare-gpt --optimizers "$name" --tuned race --label time --epochs "$epochs" --no-stop --again
+            $seng compare shakespeare-gpt --optimizers "$name" --tuned warm --label time --epochs "$epochs" --no-stop --again
         done
         ;;
     autoencoder) # in four seconds; every optimizer is tuned with as many epochs as it trains in them

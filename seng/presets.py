@@ -22,7 +22,7 @@ def paper(damping: float = 1.0, refresh_every: int = 200, sketch: Sketch | None 
 
 
 def orthogonal(momentum: float = 0.85, weight_decay: float = 0.05, curvature: Curvature | None = None) -> dict[str, Any]:
-    """Muon's step, by default of gradients (seng/orthogonal.py): level with Muon in our races, at lr 0.06 (docs/race.md).
+    """Muon's step, by default of gradients (seng/orthogonal.py): about level with Muon in our races, and faster (docs/race.md).
 
     Steps have one length: let a schedule end at 0. Weight decay is decoupled: lr·weight_decay of a weight is taken per step.
     """

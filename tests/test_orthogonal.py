@@ -194,7 +194,7 @@ def test_a_step_is_the_formula(nesterov: bool, outputs: int, blocks: int) -> Non
 @pytest.mark.parametrize(
     ("layer", "rows"),
     [
-        (nn.Conv2d(4, 12, 1, groups=2, bias=False), lambda w: w.flatten(1)),
+        (nn.Conv2d(4, 48, 2, groups=2, bias=False), lambda w: w.flatten(1)),
         (nn.ConvTranspose2d(2, 6, 1, bias=False), lambda w: w.flatten(1).mT),
         (nn.Conv2d(2, 24, (2, 2), bias=False), lambda w: w.flatten(1)),
     ],
@@ -210,6 +210,25 @@ def test_thirds_of_other_layers(layer: nn.Module, rows: Callable[[Tensor], Tenso
     Q = torch.cat([polar(part[None])[0] for part in rows(layer.weight.grad).split(W.shape[1])])
     opt.step()
     assert naive.relative_error(rows(layer.weight), W - 0.1 * Q * RMS * W.numel() ** 0.5 / Q.norm()) < 1e-9
+
+
+def test_what_a_gpu_takes_in_bfloat16_is_about_the_same_step() -> None:
+    """Odd sizes, filled up and cut again, and thirds among them."""
+    model = nn.Sequential(nn.Linear(5, 15), nn.Linear(15, 7), nn.Linear(7, 30, bias=False))
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        each = copy.deepcopy(model)
+        opt = seng.SENG(each, 0.1, **seng.presets.orthogonal(weight_decay=0.0))
+        layers = opt._layers_of(0, list(each.parameters()))
+        for stack in layers.stacks:
+            stack.dtype = dtype
+        for i, p in enumerate(each.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        opt.step()
+        assert opt._layers_of(0, list(each.parameters())) is layers
+        ends.append([p.detach() - start.detach() for p, start in zip(each.parameters(), model.parameters(), strict=True)])
+    errors = [naive.relative_error(got, want) for want, got in zip(*ends, strict=True)]
+    assert min(errors) > 0 and max(errors) < 0.05
 
 
 class Scaled(nn.Module):

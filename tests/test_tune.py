@@ -145,6 +145,8 @@ def test_a_range_moves_along_with_the_tasks_own_value() -> None:
     assert isinstance(space["schedule"], OneOf) and space["schedule"].values[0] == "linear"
     momentum = Plan(TASKS["shakespeare-gpt"], "muon").space["momentum"]  # its own is 0.9: 1 would be beyond all sense
     assert isinstance(momentum, Between) and (momentum.low, momentum.high) == (0.6, 0.97)
+    far = Plan(replace(DIGITS, recipes={"muon": {"momentum": 0.99}}), "muon").space["momentum"]
+    assert isinstance(far, Between) and (far.low, far.high) == (0.6, 0.99)
 
 
 def test_schedules_shrink_with_the_budget() -> None:
@@ -152,6 +154,17 @@ def test_schedules_shrink_with_the_budget() -> None:
     assert short.lengths == pytest.approx({"schedule_epochs": 6.0, "warmup": 0.5})
     whole = Plan(TASKS["cifar10-resnet18"], "seng-paper", epochs=15).lengths
     assert whole == {"schedule_epochs": None, "warmup": 3.0}  # a schedule as long as the run
+
+
+def test_a_task_that_begins_elsewhere_is_another_search(tmp_path: Path) -> None:
+    storage = connect(f"sqlite:///{tmp_path}/studies.db")
+    first = campaign(storage, Plan(DIGITS, "sgd"))
+    moved = replace(DIGITS, recipes={"sgd": {"lr": 0.02}})
+    with pytest.raises(ValueError, match=r"was made with first .*'lr': 0.1.*, not with first .*'lr': 0.02"):
+        campaign(storage, Plan(moved, "sgd"))
+    kept = {key: value for key, value in first.study.user_attrs["settings"].items() if key != "first"}
+    first.study.set_user_attr("settings", kept)  # as studies were before
+    campaign(storage, Plan(moved, "sgd"))
 
 
 def test_what_is_set_is_not_searched_and_stays_with_what_is_found(small: None, tmp_path: Path) -> None:

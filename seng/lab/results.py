@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+ROUNDING = 1e-7  # of a metric in float32, relative
 STATES = ("running", "target", "finished", "diverged")
 PLAIN = re.compile(r"[\w.=+-]+")  # what a file's name can hold everywhere
 
@@ -82,10 +83,11 @@ class Trajectory:
 
 
 def reaches(metric: float | None, target: float | None, higher_is_better: bool) -> bool:
-    """Whether a metric is as good as its target."""
+    """Whether a metric is as good as its target; 9,400 of 10,000 are 94 %, also where float32 has 0.93999999."""
     if metric is None or target is None:
         return False
-    return metric >= target if higher_is_better else metric <= target
+    close = ROUNDING * abs(target)
+    return metric >= target - close if higher_is_better else metric <= target + close
 
 
 def path_of(folder: Path, task: str, optimizer: str, label: str, seed: int) -> Path:

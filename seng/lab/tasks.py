@@ -76,7 +76,7 @@ AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so 
 
 
 NO_DECAY: dict[str, dict[str, Any]] = {name: {"weight_decay": 0.0} for name in ("seng", "seng-paper", "sgd", "kfac", "shampoo")}
-GPT = NO_DECAY | {  # where a first search ended
+GPT = NO_DECAY | {  # where a first search ended; ours takes Muon's, which it had not come across
     "seng-orthogonal": {"lr": 0.07, "weight_decay": 0.03, "momentum": 0.9},
     "muon": {"lr": 0.012, "weight_decay": 0.16, "momentum": 0.9},  # nearly the same
     "adamw": {"lr": 1.5e-3, "weight_decay": 1e-2},

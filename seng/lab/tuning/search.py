@@ -104,6 +104,7 @@ class Plan:
             **{"batch": self.size, "sampler": self.sampler, "prune": self.prune, "seed": self.seed},
             **{"metric": self.task.problem.metric, "direction": self.direction},
             **({"set": self.given} if self.fixed else {}),
+            "first": {**self.first, **self.lengths},
         }
 
     @property

@@ -197,6 +197,8 @@ def campaign(storage: optuna.storages.BaseStorage, plan: Plan) -> Campaign:
         settings = _settings(study)
     if settings is None and study.direction.name.lower() != plan.direction:
         raise ValueError(f"the study {plan.name} does not {plan.direction}: give this one a --label of its own")
+    if settings is not None and "first" not in settings:  # a study of before it was noted
+        settings["first"] = plan.settings["first"]
     if settings is not None and settings != plan.settings:
         differs = [key for key in {**settings, **plan.settings} if settings.get(key) != plan.settings.get(key)]
         was = ", ".join(f"{key} {settings.get(key)}" for key in differs)
