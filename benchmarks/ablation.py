@@ -1,6 +1,6 @@
 """What matters in a race? One knob at a time around three settings of the lab's `seng-orthogonal`, on a task of the lab.
 
-python benchmarks/ablation.py --jobs 5 --out results/ablation.json                     # CIFAR-10, ResNet18, five epochs, a GPU
+python benchmarks/ablation.py --jobs 5 --out results/ablation.json                     # CIFAR-10, ResNet18, three epochs, a GPU
 python benchmarks/ablation.py --task digits-cnn --epochs 2 --jobs 2 --out some.json    # to see it run
 
     orthogonal   Muon's step of gradients, the preset; with SENG's directions or a base before it
@@ -122,7 +122,7 @@ def done(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="one knob at a time around three settings")
     parser.add_argument("--task", default="cifar10-resnet18")
-    parser.add_argument("--epochs", type=float, default=5)
+    parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", default="ablation.json")

@@ -42,7 +42,7 @@ for race in "$@"; do
             $seng compare mnist-autoencoder --optimizers "$name" --label time --epochs "$epochs" --no-stop --again
         done
         ;;
-    ablation) python3 benchmarks/ablation.py --epochs 3 --jobs "$jobs" --out results/ablation.json ;;
+    ablation) python3 benchmarks/ablation.py --jobs "$jobs" --out results/ablation.json ;;
     step) python3 benchmarks/profile_step.py --model resnet18 ;;
     *) echo "race.sh: there is no race $race: e8 t94 b2048 gpt autoencoder ablation step" >&2 && exit 1 ;;
     esac

@@ -171,5 +171,5 @@ def test_a_metric_that_equals_the_target_reaches_it():
         assert results.reaches(0.94, 0.94, higher) and not results.reaches(None, 0.94, higher)
         assert results.reaches(0.95, 0.94, higher) == higher and results.reaches(0.93, 0.94, higher) != higher
         assert not results.reaches(0.94, None, higher)
-        assert all(results.reaches(torch.tensor(level).item(), level, higher) for level in (0.94, 0.93))
+        assert all(results.reaches(torch.tensor(level, dtype=torch.float32).item(), level, higher) for level in (0.94, 0.93))
         assert results.reaches(0.9399, 0.94, higher) != higher and results.reaches(0.9401, 0.94, higher) == higher
