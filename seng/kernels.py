@@ -1,11 +1,12 @@
-"""Four Triton kernels for the step between refreshes of all blocks at once, and one for the norms of a refresh.
+"""Triton kernels: four for the step between refreshes of all blocks at once, one for norms, two for the orthogonal step.
 
     d = g − Yᵀ(C(Yg))                            (eqs. 8, 12)
     d ← ±d + wθ,   m ← μm + d,   θ ← θ − η·(m, or d + μm by Nesterov)
 
 A block's flat index i = r·n_A + a is cut into tiles of TILE numbers. `dots` leaves Yg of each tile, `sums` adds up to SPAN
 tiles, `core` gives b = C(Yg), and `finish` ends with d or with the new θ. Sums are taken in a fixed order, in float32.
-`seng.grouped` makes their tables and launches them; `standardized` belongs to `seng.norms`.
+`seng.grouped` makes their tables and launches them; `standardized` belongs to `seng.norms`; `push` and `pull` are what the
+orthogonal step does before and after its products.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 try:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -22,6 +24,7 @@ try:
 except ImportError:
     triton = None
 jit: Callable[[Any], Any] = getattr(triton, "jit", lambda kernel: kernel)
+jit_any_n: Callable[[Any], Any] = triton.jit(do_not_specialize=["n"]) if triton is not None else jit
 
 
 class Work(NamedTuple):
@@ -224,3 +227,52 @@ def standardized(
     out += sample * 2 * C + c
     tl.store(out, weight, mask=c < C)
     tl.store(out + C, bias, mask=c < C)
+
+
+PIECE = 1024  # numbers of `push` and `pull` for one program
+
+
+@jit
+def _spot(i, rows, width, matrix, row, column):
+    """Where number i of a parameter lies in matrices of so many rows, by their strides."""
+    r, c = i // width, i % width
+    return (r // rows).to(tl.int64) * matrix + (r % rows) * row + c * column
+
+
+@jit_any_n
+def _push(
+    x, b, room, momentum, n, rows, width, matrix, row, column, NESTEROV: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = i < n
+    mu, g = tl.load(momentum), tl.load(x + i, mask=inside, other=0)
+    m = mu * tl.load(b + i, mask=inside, other=0) + g
+    tl.store(b + i, m, mask=inside)
+    along = g + mu * m if NESTEROV else m
+    tl.store(room + _spot(i, rows, width, matrix, row, column), along.to(room.dtype.element_ty), mask=inside)
+
+
+@jit_any_n
+def _pull(p, room, length, root, lr, decay, n, rows, width, matrix, row, column, TILE: tl.constexpr):
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = i < n
+    eta, size = tl.load(lr), tl.load(length + i // (rows * width), mask=inside, other=1)
+    q = tl.load(room + _spot(i, rows, width, matrix, row, column), mask=inside, other=0).to(tl.float32)
+    kept = (1 - eta * tl.load(decay)) * tl.load(p + i, mask=inside, other=0)
+    tl.store(p + i, kept - q * (eta * root / size), mask=inside)
+
+
+def push(x: Tensor, b: Tensor, room: Tensor, momentum: Tensor, nesterov: bool, dry: bool = False) -> None:
+    """b ← μb + x, and b, or x + μb, into its room (h, rows, columns), as x lies in memory; a dry one does nothing."""
+    n = 0 if dry else x.numel()
+    grid = (max(1, triton.cdiv(n, PIECE)),)
+    _push[grid](x, b, room, momentum, n, *room.shape[1:], *room.stride(), NESTEROV=nesterov, TILE=PIECE)
+
+
+def pull(
+    p: Tensor, room: Tensor, length: Tensor, root: float, lr: Tensor, decay: Tensor, dry: bool = False
+) -> None:  # fmt: skip
+    """θ ← (1 − lr·decay)·θ − lr·root·Q/length, of Q in rooms as `push` has them, with a length for each of the h."""
+    n = 0 if dry else p.numel()
+    grid = (max(1, triton.cdiv(n, PIECE)),)
+    _pull[grid](p, room, length, root, lr, decay, n, *room.shape[1:], *room.stride(), TILE=PIECE)

@@ -11,7 +11,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from seng.grouped import Grouped, Hyper, Item, Piece, available, fits  # noqa: E402
-from seng.kernels import WORK  # noqa: E402
+from seng.kernels import WORK, pull, push  # noqa: E402
 from seng.norms import standardized_sums  # noqa: E402
 
 TILE = WORK[False].TILE
@@ -291,3 +291,27 @@ def test_sums_over_the_positions_of_a_norm(shape, dtype, memory_format):
     x_hat = (a - mean[:, None]) * inverse[:, None]
     torch.testing.assert_close(weight.double(), (g * x_hat).sum(2), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(bias.double(), g.sum(2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("tall", [False, True])
+def test_push_and_pull_are_momentum_and_step(nesterov, tall):
+    """Of a weight beside a bias, two matrices of 5 rows, lying on their side or not, with zeros around them."""
+    x, b, p = (draw(10, 700, seed=i) for i in range(3))
+    lr, mu, decay = torch.tensor([0.1, 0.8, 0.5], dtype=torch.float32, device=DEVICE).unbind()
+    X = torch.zeros(2, 720, 8, device=DEVICE, dtype=torch.bfloat16)
+    X = X[:, :701, :5].mT if tall else X.view(2, 8, 720)[:, :5, :701]
+    momentum, room = b.double() * 0.8 + x.double(), X[:, :, :700]
+    push(x, b, room, mu, nesterov, dry=True)
+    assert not X.any() and torch.equal(b, draw(10, 700, seed=1))
+    push(x, b, room, mu, nesterov)
+    torch.testing.assert_close(b.double(), momentum, rtol=1e-6, atol=1e-6)
+    along = x.double() + 0.8 * momentum if nesterov else momentum
+    torch.testing.assert_close(room.double(), along.view(2, 5, 700), rtol=0.01, atol=0.01)
+    assert not X[:, :, 700:].any()
+    length, before = torch.tensor([2.0, 4.0], dtype=torch.float32, device=DEVICE), p.clone()
+    pull(p, room, length, 3.0, lr, decay, dry=True)
+    assert torch.equal(p, before)
+    pull(p, room, length, 3.0, lr, decay)
+    want = 0.95 * before.double() - (0.1 * 3.0 * room.double() / length.double()[:, None, None]).reshape(10, 700)
+    torch.testing.assert_close(p.double(), want, rtol=1e-5, atol=1e-5)
