@@ -28,7 +28,8 @@ for race in "$@"; do
     gpt) # at equal steps, and in the time that ours takes
         $seng tune shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label warm --trials 16 --jobs "$jobs"
         $seng compare shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label warm --no-stop --again
-        epochs_in shakespeare-gpt "${SECONDS_OF_OURS:-3.6}" adamw muon soap
+        ours=$(tail -qn 1 results/shakespeare-gpt/seng-orthogonal-warm-?.jsonl | sed 's/.*"seconds": \([0-9.]*\).*/\1/' | awk '{s += $1} END {print s / NR}')
+        epochs_in shakespeare-gpt "$ours" adamw muon soap
         for row in "${each[@]}"; do
             read -r name epochs <<<"$row"
             $seng compare shakespeare-gpt --optimizers "$name" --tuned warm --label time --epochs "$epochs" --no-stop --again
