@@ -253,13 +253,16 @@ def _push(
 
 
 @jit_any_n
-def _pull(p, room, length, root, lr, decay, n, rows, width, matrix, row, column, TILE: tl.constexpr):
+def _pull(
+    p, room, length, root, least, lr, decay, n, rows, width, matrix, row, column, each, down, across, TILE: tl.constexpr
+):  # fmt: skip
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = i < n
-    eta, size = tl.load(lr), tl.load(length + i // (rows * width), mask=inside, other=1)
     q = tl.load(room + _spot(i, rows, width, matrix, row, column), mask=inside, other=0).to(tl.float32)
+    size = tl.load(length + _spot(i, rows, width, each, down, across), mask=inside, other=1)
+    eta = tl.load(lr)
     kept = (1 - eta * tl.load(decay)) * tl.load(p + i, mask=inside, other=0)
-    tl.store(p + i, kept - q * (eta * root / size), mask=inside)
+    tl.store(p + i, kept - q * (eta * root / tl.where(size < least, least, size)), mask=inside)
 
 
 def push(x: Tensor, b: Tensor, room: Tensor, momentum: Tensor, nesterov: bool, dry: bool = False) -> None:
@@ -270,9 +273,10 @@ def push(x: Tensor, b: Tensor, room: Tensor, momentum: Tensor, nesterov: bool, d
 
 
 def pull(
-    p: Tensor, room: Tensor, length: Tensor, root: float, lr: Tensor, decay: Tensor, dry: bool = False
+    p: Tensor, room: Tensor, length: Tensor, root: float, least: float, lr: Tensor, decay: Tensor, dry: bool = False
 ) -> None:  # fmt: skip
-    """θ ← (1 − lr·decay)·θ − lr·root·Q/length, of Q in rooms as `push` has them, with a length for each of the h."""
+    """θ ← (1 − lr·decay)·θ − lr·root·q/max(length, least), of q in rooms as `push` has them, each with its length."""
     n = 0 if dry else p.numel()
     grid = (max(1, triton.cdiv(n, PIECE)),)
-    _pull[grid](p, room, length, root, lr, decay, n, *room.shape[1:], *room.stride(), TILE=PIECE)
+    strides = *room.stride(), *length.stride()
+    _pull[grid](p, room, length, root, least, lr, decay, n, *room.shape[1:], *strides, TILE=PIECE)

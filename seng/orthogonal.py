@@ -1,9 +1,10 @@
-"""Steps that move all singular directions of a layer alike: of each layer's momentum x = UΣVᵀ its polar factor Q ≈ UVᵀ.
+"""Steps that move all singular directions of a layer alike: of each layer's momentum x = UΣVᵀ its polar factor Q ≈ UVᵀ, and
+of that its columns q, of m numbers each (or rows, where those are more), at one length.
 
-    θ ← θ − lr·(Q·RMS·√n/‖Q‖ + weight_decay·θ)
+    θ ← θ − lr·(RMS·√m·q/‖q‖ + weight_decay·θ)
 
 That is steepest descent in the spectral norm, the step of Muon (Jordan et al. 2024), here of SENG's directions: what few
-samples agree on is stepped along as far as what all do. Every matrix's step has the same root mean square, lr·RMS, whatever
+samples agree on is stepped along as far as what all do. The step's root mean square is lr·RMS everywhere, whatever
 the scale of the loss; which matrices there are, and how they are worked out: `seng.polar`. Norms and embeddings, which are
 none, take Adam's step, each number divided by the running root mean square r of its direction,
 

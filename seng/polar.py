@@ -1,9 +1,12 @@
 """The matrices of the orthogonal step: of each layer's momentum x = UΣVᵀ its polar factor Q ≈ UVᵀ, and the weights' move.
 
-    b ← μb + x,   X = b, or x + μb by Nesterov,   θ ← keep·θ − lr·Q·RMS·√n/‖Q‖
+    b ← μb + x,   X = b, or x + μb by Nesterov,   θ ← keep·θ − lr·RMS·√m·q/‖q‖
 
-for each matrix of n numbers. Weight and bias of a layer are one matrix, as everywhere in SENG, but a weight that is three times
-as tall as wide is three: that is how queries, keys and values lie in one layer, which have little to do with each other.
+for each of the n columns q of a matrix (m, n), or rows where those are more. Along its shorter side Q has lines of one length
+as it is; making them equal along the longer one as well keeps inputs, or neurons, from being left behind.
+
+Weight and bias of a layer are one matrix, as everywhere in SENG, but a weight that is three times as tall as wide is three:
+that is how queries, keys and values lie in one layer, which have little to do with each other.
 
 A GPU spends its time on launches rather than on numbers: so matrices of several sizes are filled up with zeros, which stay 0,
 to one size, and are worked out at once; and in a recording two kernels do all that is not a product.
@@ -32,7 +35,7 @@ GRAIN = 8  # numbers of bfloat16 in what tensor cores read at once: products of 
 FILLED = 2**31  # Σ m²n, with the zeros, of matrices of several sizes that a GPU works out at once
 ROOM = 2**24  # and Σ mn
 
-SHORTEST = 1e-12  # of Q, which is longer or 0
+SHORTEST = 0.1  # of √(m/n), the root of the mean of ‖q‖²: what is shorter counts as that
 
 Part = tuple[Site, tuple[Segment, ...]]  # a layer, or those of its parameters that take this step
 Number = float | Tensor
@@ -125,7 +128,7 @@ class Stack:
         self.params = [s.param for _, active in parts for s in active]
 
     def step(self, xs: Tensors, buffers: Tensors, rates: Rates) -> None:
-        """θ ← keep·θ − lr·Q·RMS·√n/‖Q‖, in place."""
+        """θ ← keep·θ − lr·RMS·√m·q/‖q‖, in place."""
         along = dict(zip(self.params, momentum(self.params, xs, buffers, rates), strict=True))
         X = self._empty()
         for (site, active), room in self._rooms(X):
@@ -135,10 +138,10 @@ class Stack:
             for s, columns in _columns(active, room):
                 columns.copy_(_rows(along[s.param], s.param).view(columns.shape))
         Q = polar(X)
-        length = torch.linalg.vector_norm(Q, dim=(1, 2), keepdim=True, dtype=self.parts[0][0].dtype).clamp_min(SHORTEST)
         shrink(self.params, rates.keep)
-        for ((site, active), room), scale in zip(self._rooms(Q), (rates.lr / length).split(self.counts), strict=True):
-            move = room * (scale * _root(room))
+        for ((site, active), room), (_, length) in zip(self._rooms(Q), self._rooms(self._lengths(Q)), strict=True):
+            root, least = _measures(room)
+            move = room * (rates.lr * root / length.clamp_min(least))
             if not _in_order(active):
                 for p, part in site.scatter(active, move.reshape(-1)).items():
                     subtract([p], [part], rates.keep)
@@ -154,10 +157,10 @@ class Stack:
             for s, columns in _columns(active, room):
                 kernels.push(xs[s.param], buffers[s.param], columns, rates.momentum, rates.nesterov, dry)
         Q = X if dry else polar(X)
-        length = torch.linalg.vector_norm(Q, dim=(1, 2), dtype=torch.float32).clamp_min(SHORTEST)
-        for ((_, active), room), each in zip(self._rooms(Q), length.split(self.counts), strict=True):
-            for s, columns in _columns(active, room):
-                kernels.pull(s.param, columns, each, _root(room), rates.lr, rates.decay, dry)
+        for ((_, active), room), (_, length) in zip(self._rooms(Q), self._rooms(self._lengths(Q)), strict=True):
+            each = _columns(active, length.expand_as(room))
+            for (s, columns), (_, lengths) in zip(_columns(active, room), each, strict=True):
+                kernels.pull(s.param, columns, lengths, *_measures(room), rates.lr, rates.decay, dry)
 
     def fuses(self, buffers: Tensors) -> bool:
         """Whether the kernels can serve it."""
@@ -175,6 +178,11 @@ class Stack:
         whole = all(sorted(shape[1:]) == [*self.size[1:]] for shape in self.shapes)
         return (torch.empty if whole else torch.zeros)(self.size, dtype=self.dtype, device=self.device)
 
+    def _lengths(self, Q: Tensor) -> Tensor:
+        """‖q‖ of each column; tall matrices lie on their side."""
+        lengths: Tensor = torch.linalg.vector_norm(Q, dim=1, keepdim=True, dtype=self.parts[0][0].dtype)
+        return lengths
+
     def _rooms(self, X: Tensor) -> list[tuple[Part, Tensor]]:
         """Where each layer's (h, n_G, n_A) lies in X."""
         rooms = []
@@ -187,9 +195,10 @@ def _columns(active: Sequence[Segment], room: Tensor) -> list[tuple[Segment, Ten
     return list(zip(active, room.split([s.shape[2] for s in active], 2), strict=True))
 
 
-def _root(room: Tensor) -> float:
-    """RMS·√n of each of its matrices."""
-    return RMS * math.sqrt(math.prod(room.shape[1:]))
+def _measures(room: Tensor) -> tuple[float, float]:
+    """RMS·√m, and the least ‖q‖."""
+    m, n = sorted(room.shape[1:])
+    return RMS * math.sqrt(m), SHORTEST * math.sqrt(m / n)
 
 
 def momentum(params: Sequence[nn.Parameter], xs: Tensors, buffers: Tensors, rates: Rates) -> Sequence[Tensor]:

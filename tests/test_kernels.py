@@ -309,9 +309,9 @@ def test_push_and_pull_are_momentum_and_step(nesterov, tall):
     along = x.double() + 0.8 * momentum if nesterov else momentum
     torch.testing.assert_close(room.double(), along.view(2, 5, 700), rtol=0.01, atol=0.01)
     assert not X[:, :, 700:].any()
-    length, before = torch.tensor([2.0, 4.0], dtype=torch.float32, device=DEVICE), p.clone()
-    pull(p, room, length, 3.0, lr, decay, dry=True)
+    length, before = torch.tensor([0.5, 2.0, 4.0, 1.0, 1.5] * 2, dtype=torch.float32, device=DEVICE).view(2, 5, 1), p.clone()
+    pull(p, room, length.expand_as(room), 3.0, 0.75, lr, decay, dry=True)
     assert torch.equal(p, before)
-    pull(p, room, length, 3.0, lr, decay)
-    want = 0.95 * before.double() - (0.1 * 3.0 * room.double() / length.double()[:, None, None]).reshape(10, 700)
+    pull(p, room, length.expand_as(room), 3.0, 0.75, lr, decay)
+    want = 0.95 * before.double() - (0.1 * 3.0 * room.double() / length.double().clamp_min(0.75)).reshape(10, 700)
     torch.testing.assert_close(p.double(), want, rtol=1e-5, atol=1e-5)

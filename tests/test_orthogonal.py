@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import seng
 from seng.orthogonal import ELEMENT, MOST, Orthogonal
-from seng.polar import RMS, Stack, polar, stacks_of
+from seng.polar import RMS, SHORTEST, Stack, polar, stacks_of
 from seng.replay import capturing
 
 F64 = torch.float64
@@ -159,8 +159,11 @@ def test_steps_are_counted_without_curvature_too() -> None:
 
 
 def of_one_length(X: Tensor) -> Tensor:
+    """Along the longer side."""
     (Q,) = polar(X[None])
-    return Q * RMS * Q.numel() ** 0.5 / Q.norm()
+    m, n = X.shape
+    lengths = Q.norm(dim=0 if m <= n else 1, keepdim=True)
+    return Q * RMS * min(m, n) ** 0.5 / lengths.clamp_min(SHORTEST * (min(m, n) / max(m, n)) ** 0.5)
 
 
 @pytest.mark.parametrize(("outputs", "blocks"), [(3, 1), (10, 1), (15, 3), (20, 1)])
