@@ -12,7 +12,9 @@ orthogonal step does before and after its products.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from shutil import which
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +42,7 @@ MANY = 64  # rows of Y from which a block is worked on as a tall one
 WORK = {False: Work(1024, 8, 64, 4), True: Work(512, 8, 32, 2)}  # of blocks with few rows, and of tall ones
 SPAN = 256  # tiles that one program of `sums` adds
 COLUMNS = 32  # columns of `sums` and rows of `core` for one program
-AVAILABLE = triton is not None
+AVAILABLE = triton is not None and bool(os.environ.get("CC") or which("gcc") or which("clang"))  # it builds launchers in C
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 TYPES = {
     dtype: getattr(tl, name) if triton is not None else name for dtype, name in NAMES.items()

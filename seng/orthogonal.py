@@ -4,8 +4,8 @@ of that its columns q, of m numbers each (or rows, where those are more), at one
     θ ← θ − lr·(RMS·√m·q/‖q‖ + weight_decay·θ)
 
 That is steepest descent in the spectral norm, the step of Muon (Jordan et al. 2024), here of SENG's directions: what few
-samples agree on is stepped along as far as what all do. The step's root mean square is lr·RMS everywhere, whatever
-the scale of the loss; which matrices there are, and how they are worked out: `seng.polar`. Norms and embeddings, which are
+samples agree on is stepped along as far as what all do. The root mean square of the step is lr·RMS, whatever the scale
+of the loss; which matrices there are, and how they are worked out: `seng.polar`. Norms and embeddings, which are
 none, take Adam's step, each number divided by the running root mean square r of its direction,
 
     θ ← θ − lr·(ELEMENT·(1 − momentum)·x/r + weight_decay·θ)
@@ -35,7 +35,7 @@ ELEMENT = 5 * RMS  # of a number that has no matrix: as much more as AdamW besid
 MEMORY = 0.95  # of r², as in SOAP: Adam's 0.999 is slow for runs of a few thousand steps; at least the momentum's
 MOST = (1 - MEMORY) ** -0.5  # |x|/r at most, which r says of itself once it has seen all of x
 TINY = 1e-15  # added to r: where nothing has come yet, nothing is done
-BRANCHES = 6  # of a recording, which run side by side: matrices are small and many, and each stream costs a workspace
+BRANCHES = 4  # of a recording, which run side by side: no stack fills a GPU, and each stream costs a workspace
 
 
 def move_elements(params: Sequence[nn.Parameter], xs: Tensors, buffers: Tensors, roots: Tensors, rates: Rates) -> None:
@@ -138,9 +138,11 @@ class Orthogonal:
             self.key, self.where, self.places, self.graph = key, where, [], None
             return False
         if self.graph is None or not (self.places or where == self.where):
-            self.places = [] if where == self.where else [torch.empty_like(x) for x in xs]
+            self.graph, self.places = None, []  # before the next one is begun, which may fail
             try:
-                self._record(device, self.places or xs, buffers, roots, rates)
+                places = [] if where == self.where else [torch.empty_like(x) for x in xs]
+                self._record(device, places or xs, buffers, roots, rates)
+                self.places = places
             except torch.OutOfMemoryError:  # a recording cannot have the memory that others have left unused
                 self.records = False
         return self.records

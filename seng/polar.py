@@ -3,13 +3,14 @@
     b ← μb + x,   X = b, or x + μb by Nesterov,   θ ← keep·θ − lr·RMS·√m·q/‖q‖
 
 for each of the n columns q of a matrix (m, n), or rows where those are more. Along its shorter side Q has lines of one length
-as it is; making them equal along the longer one as well keeps inputs, or neurons, from being left behind.
+as it is; making them equal along the longer one as well keeps inputs, or neurons, from being left behind. Columns of a single
+number stay as they are: equal ones would be signs.
 
 Weight and bias of a layer are one matrix, as everywhere in SENG, but a weight that is three times as tall as wide is three:
 that is how queries, keys and values lie in one layer, which have little to do with each other.
 
 A GPU spends its time on launches rather than on numbers: so matrices of several sizes are filled up with zeros, which stay 0,
-to one size, and are worked out at once; and in a recording two kernels do all that is not a product.
+to one size, and are worked out at once; and in a recording two kernels do all that passes over gradients and weights.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Stack:
         shrink(self.params, rates.keep)
         for ((site, active), room), (_, length) in zip(self._rooms(Q), self._rooms(self._lengths(Q)), strict=True):
             root, least = _measures(room)
-            move = room * (rates.lr * root / length.clamp_min(least))
+            move = room * (rates.lr * root / _each(length, 1 in room.shape[1:]).clamp_min(least))
             if not _in_order(active):
                 for p, part in site.scatter(active, move.reshape(-1)).items():
                     subtract([p], [part], rates.keep)
@@ -158,18 +159,17 @@ class Stack:
                 kernels.push(xs[s.param], buffers[s.param], columns, rates.momentum, rates.nesterov, dry)
         Q = X if dry else polar(X)
         for ((_, active), room), (_, length) in zip(self._rooms(Q), self._rooms(self._lengths(Q)), strict=True):
-            each = _columns(active, length.expand_as(room))
+            each = _columns(active, _each(length, 1 in room.shape[1:]).expand_as(room))
             for (s, columns), (_, lengths) in zip(_columns(active, room), each, strict=True):
                 kernels.pull(s.param, columns, lengths, *_measures(room), rates.lr, rates.decay, dry)
 
     def fuses(self, buffers: Tensors) -> bool:
         """Whether the kernels can serve it."""
-        tensors = [*self.params, *buffers.values()]
         return (
             kernels.AVAILABLE
             and self.dtype == torch.bfloat16
-            and all(p in buffers for p in self.params)
-            and all(t.dtype == torch.float32 and t.numel() < 2**31 for t in tensors)
+            and all(p in buffers and p.dtype == buffers[p].dtype == torch.float32 for p in self.params)
+            and all(p.numel() < 2**31 for p in self.params)
             and all(_in_order(active) for _, active in self.parts)
             and all(p.permute(0, *_order(p)).is_contiguous() for p in self.params)
         )
@@ -193,6 +193,11 @@ class Stack:
 
 def _columns(active: Sequence[Segment], room: Tensor) -> list[tuple[Segment, Tensor]]:
     return list(zip(active, room.split([s.shape[2] for s in active], 2), strict=True))
+
+
+def _each(length: Tensor, single: bool) -> Tensor:
+    """‖q‖ of the columns of a layer's matrices; where they are single numbers, the root mean square of all."""
+    return length.square().mean((1, 2), keepdim=True).sqrt() if single else length
 
 
 def _measures(room: Tensor) -> tuple[float, float]:

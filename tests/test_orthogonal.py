@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import naive
@@ -162,11 +163,13 @@ def of_one_length(X: Tensor) -> Tensor:
     """Along the longer side."""
     (Q,) = polar(X[None])
     m, n = X.shape
+    if 1 in X.shape:  # where columns of one length would be signs
+        return Q * RMS * Q.numel() ** 0.5 / Q.norm()
     lengths = Q.norm(dim=0 if m <= n else 1, keepdim=True)
     return Q * RMS * min(m, n) ** 0.5 / lengths.clamp_min(SHORTEST * (min(m, n) / max(m, n)) ** 0.5)
 
 
-@pytest.mark.parametrize(("outputs", "blocks"), [(3, 1), (10, 1), (15, 3), (20, 1)])
+@pytest.mark.parametrize(("outputs", "blocks"), [(1, 1), (3, 1), (6, 1), (10, 1), (15, 3), (20, 1)])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_step_is_the_formula(nesterov: bool, outputs: int, blocks: int) -> None:
     """Two steps of one layer: momentum as torch has it, weight and bias one matrix, of one length, decay apart.
@@ -198,17 +201,18 @@ def test_a_step_is_the_formula(nesterov: bool, outputs: int, blocks: int) -> Non
         (nn.Conv2d(4, 48, 2, groups=2, bias=False), lambda w: w.flatten(1)),
         (nn.ConvTranspose2d(2, 6, 1, bias=False), lambda w: w.flatten(1).mT),
         (nn.Conv2d(2, 24, (2, 2), bias=False), lambda w: w.flatten(1)),
+        (nn.Conv2d(4, 4, 2, groups=4, bias=False), lambda w: w.flatten(1)),
     ],
-    ids=["grouped", "transposed", "four columns a channel"],
+    ids=["grouped", "transposed", "four columns a channel", "one channel each"],
 )
-def test_thirds_of_other_layers(layer: nn.Module, rows: Callable[[Tensor], Tensor], last: bool) -> None:
-    """Every third of a matrix, and of every group, that is three times as tall as wide."""
+def test_steps_of_other_layers(layer: nn.Module, rows: Callable[[Tensor], Tensor], last: bool) -> None:
+    """Thirds of a matrix, and of every group, that is three times as tall as wide; single rows."""
     layer = copy.deepcopy(layer).to(F64)
     layer = layer.to(memory_format=torch.channels_last) if last else layer
     W = rows(layer.weight).detach().clone()
     opt = seng.SENG(layer, 0.1, damping=OFF, orthogonal=True)
     layer(torch.randn(5, layer.in_channels, 3, 3, dtype=F64)).square().mean().backward()
-    Q = torch.cat([of_one_length(part) for part in rows(layer.weight.grad).split(W.shape[1])])
+    Q = torch.cat([of_one_length(part) for part in rows(layer.weight.grad).split(1 if layer.groups == 4 else W.shape[1])])
     opt.step()
     assert naive.relative_error(rows(layer.weight), W - 0.1 * Q) < 1e-9
 
@@ -556,5 +560,32 @@ def test_kernels_take_the_steps_that_torch_takes(nesterov: bool, monkeypatch: py
             opt.step()
             (layers,) = opt._layers.values()
             assert bool(layers.places) == (i >= 5) and (layers.graph is not None) == (i > 0)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert naive.relative_error(*ends) < 2e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_recording_that_is_interrupted_leaves_none_behind(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients move at the sixth step, so that one is made again; the old one reads where they were."""
+    ends = []
+    for interrupted in (True, False):
+        model = assorted().float().cuda()
+        opt = seng.SENG(model, 0.1, **seng.presets.orthogonal())
+        stays = [torch.empty_like(p) for p in model.parameters()]
+        for i in range(9):
+            for p, place in zip(model.parameters(), stays, strict=True):
+                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float32).cuda()
+                p.grad = place.copy_(g) if i < 5 else g
+            if interrupted and i == 5:
+                with monkeypatch.context() as patch:
+                    patch.setattr(Orthogonal, "_record", lambda *_: (_ for _ in ()).throw(error()))
+                    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
+                        opt.step()
+                if error is torch.OutOfMemoryError:
+                    continue
+            opt.step()
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert naive.relative_error(*ends) < 2e-3
