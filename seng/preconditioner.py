@@ -23,15 +23,16 @@ from seng.block import Block, factorize
 from seng.capture import Capture, loss_scale
 from seng.checks import check_options
 from seng.curvature import Curvature, Units
-from seng.diagnostics import Refresh, describe
+from seng.diagnostics import Refresh
 from seng.distributed import Census
 from seng.fisher import Observer, output_of, seeds
 from seng.implicit import Implicit
 from seng.job import Job
+from seng.ledger import Ledger
 from seng.notices import Notices, listed, not_captured, not_observed
 from seng.numerics import reduced
 from seng.operators import HALF, Merged, Operator
-from seng.plan import NO_CURVATURE, Plan, budget, plan, pooled_plan, site_dims
+from seng.plan import Plan, budget, plan, pooled_plan, site_dims
 from seng.ranks import Ranks
 from seng.refresh import build, grams
 from seng.replay import Replay, write
@@ -40,7 +41,6 @@ from seng.sharded import check_placements
 from seng.sites import Segment, Site, survey
 from seng.sketch import Identity
 from seng.solver import Gradients, OneByOne, Ready, Solve, sort
-from seng.spread_state import pack_block, unpack_block
 from seng.staging import read
 from seng.windows import Windows
 
@@ -86,16 +86,8 @@ class Preconditioner:
         self.last_refresh: int | None = None  # the step of the last refresh of any site
         self.trained: list[nn.Parameter] = []
         self.sites: list[Site] = []
+        self.ledger = Ledger()
         self.replay = Replay(next(iter(module.parameters())).device)
-        # By site:
-        self.blocks: dict[int, Block] = {}
-        self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
-        self.owed: set[int] = set()  # in use, and no curvature yet
-        self.refused: dict[int, str] = {}  # these take the plain gradient by decision, and why
-        self.plans: dict[int, Plan] = {}
-        self.failures: dict[int, int] = {}  # refreshes that had to be dropped
-        self.refreshes: dict[int, Refresh] = {}  # the last one of each
-        self.checked: set[int] = set()  # whose samples were seen to add up to the gradient
         self._kept: tuple[Dampings, tuple[int, ...], bool, bool, Ready] | None = (
             None  # what the last step solved with, and under which dampings
         )
@@ -133,7 +125,7 @@ class Preconditioner:
         self.notices.uncovered(uncovered)
         settings = {"refresh_every": self.refresh_every, "units": self.units}
         self.seed, self.budget = self.ranks.meet(sites, settings, self.seed, self.budget)
-        before, records = self.state(), self._records()
+        before, records = self.state(), self.ledger.records(self.sites)
         if self.sites:
             self.capture.remove()
         self.trained, self.sites, self.uncovered = params, sites, uncovered
@@ -147,28 +139,18 @@ class Preconditioner:
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
         if before:
             self.load_state(before)
-            self._restore(records)
+            self.last_refresh = self.ledger.restore(sites, records)
         self._rearm()
 
-    def _records(self) -> dict[nn.Parameter, tuple[Plan | None, Refresh | None, int, Block]]:
-        """What diagnostics tell of the sites, by lead parameter."""
-        return {
-            self.sites[i].lead: (self.plans.get(i), self.refreshes.get(i), self.failures.get(i, 0), block)
-            for i, block in self.blocks.items()
-        }
-
-    def _restore(self, records: Mapping[nn.Parameter, tuple[Plan | None, Refresh | None, int, Block]]) -> None:
-        for index, block in self.blocks.items():
-            plan, refresh, failures, old = records[self.sites[index].lead]
-            if plan is not None and refresh is not None:
-                self.plans[index], self.refreshes[index], self.failures[index] = plan, refresh, failures
-                self.last_refresh = max(refresh.step, self.last_refresh or 0)
-            block.sketch_error, block.core, block.failures = old.sketch_error, old.core, old.failures
+    @property
+    def blocks(self) -> dict[int, Block]:
+        """Of the sites that have one, by their numbers."""
+        return self.ledger.blocks
 
     @property
     def refresh_due(self) -> bool:
         """Whether the coming step refreshes the curvature."""
-        due = self.own_batch or self.missed or bool(self.owed) or self.steps % self.refresh_every == 0
+        due = self.own_batch or self.missed or bool(self.ledger.owed) or self.steps % self.refresh_every == 0
         return due and not self.curvature.none
 
     def _rearm(self) -> None:
@@ -260,15 +242,15 @@ class Preconditioner:
         with torch.autocast(self.sites[0].lead.device.type, enabled=False):
             kept, self._kept = self._kept, None
             refreshed = self._refresh(grads, damping) if self.refresh_due else []
-            self.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
+            self.ledger.owed |= {index for index in range(len(self.sites)) if self._bare(index, grads)}
             self.loaded = False
-            used = [i for i in self.blocks if any(s.param in grads for s in self.covered[i])]
+            used = [i for i in self.blocks if any(s.param in grads for s in self.ledger.covered[i])]
             whole = self.curvature.blocks == "network"
             if whole:
                 network.share([self.blocks[i] for i in used], [self.sites[i].damping(damping) for i in used])
             else:
                 factorize([(self.blocks[i], self.sites[i].damping(damping)) for i in used], self.replay)
-            solves = {i: Solve(self.sites[i], self.covered[i], self.blocks[i], *_core(self.blocks[i])) for i in used}
+            solves = {i: Solve(self.sites[i], self.ledger.covered[i], self.blocks[i], *_core(self.blocks[i])) for i in used}
             if kept is not None and kept[:4] == (damping, given, updates, traced) and kept[4].renewed(list(solves.values())):
                 out = kept[4]
                 solves = {i: out.solve_of[id(solve.block)] for i, solve in solves.items()}
@@ -279,7 +261,7 @@ class Preconditioner:
             self._noted = ({i: solves[i] for i in refreshed if i in solves}, out, grads) if refreshed else None
             if traced and self._noted is not None:
                 self.note(out.directions(grads))
-        known = self.blocks.keys() | self.refused.keys()
+        known = self.blocks.keys() | self.ledger.refused.keys()
         bare = [i for i, site in enumerate(self.sites) if i not in known and not self.ranks.elsewhere(i) and site.active()]
         self._kept = None if bare else (damping, given, updates, traced, out)
         return out
@@ -296,7 +278,7 @@ class Preconditioner:
         self._noted = None
         self.last_refresh = self.steps
         for index, numbers in zip(solves, ready.compared(list(solves.values()), grads, directions), strict=True):
-            self.refreshes[index] = Refresh(self.steps, self.samples.timer(index), numbers)
+            self.ledger.refreshes[index] = Refresh(self.steps, self.samples.timer(index), numbers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def advance(self) -> None:
@@ -308,13 +290,11 @@ class Preconditioner:
 
     def _take_plain(self, index: int, why: str) -> None:
         self.notices.plain(self.sites[index].name, why)
-        self.blocks.pop(index, None)
-        self.refused[index] = why
-        self.owed.discard(index)
+        self.ledger.refuse(index, why)
 
     def _bare(self, index: int, grads: Gradients) -> bool:
         """Whether a site that should have curvature is in use without any."""
-        known = index in self.blocks or index in self.refused or index in self.owed or self.ranks.elsewhere(index)
+        known = self.ledger.knows(index) or self.ranks.elsewhere(index)
         return not known and self.sites[index].in_use(grads)
 
     def _refresh(self, grads: Gradients, damping: Dampings) -> list[int]:
@@ -350,7 +330,7 @@ class Preconditioner:
             if jobs[index].failed:
                 self.notices.failed(self.sites[index].name, jobs[index].failed)
             if block is not None:
-                self._install(index, block)
+                self.ledger.install(index, block, self.samples.active[index])
             elif len(jobs[index].gram):  # the last good curvature stays; without one it is the plain gradient, and one is owed
                 self._drop_refresh(index)
         refreshed = [index for index, block in built.items() if block is not None] + self._install_alone(jobs)
@@ -368,7 +348,7 @@ class Preconditioner:
         scale = self._scale  # once: a scaler on a GPU is waited for
         known = self.samples.known_grams(scale)
         for index, chosen in zip(found, plan(dims, self.curvature, self.budget, self.refresh_every), strict=True):
-            self.plans[index] = chosen
+            self.ledger.plans[index] = chosen
             if chosen.form == "plain":
                 self._take_plain(index, chosen.why)
                 continue
@@ -382,10 +362,10 @@ class Preconditioner:
 
     def _whitened(self, index: int, U: Operator) -> Operator:
         """U in the coordinates of its base, which is renewed from it first."""
-        chosen = self.plans[index]
+        chosen = self.ledger.plans[index]
         if chosen.base == "identity":
             return U
-        previous, team = self._alike(index), self.ranks.team
+        previous, team = self._before(index), self.ranks.team
         with self.samples.timer(index):
             P, _ = self.renewed[index] = base.renewed(
                 None if previous is None else previous.base,
@@ -399,11 +379,8 @@ class Preconditioner:
             )
             return P.white(U) if chosen.rank else U
 
-    def _alike(self, index: int) -> Block | None:
-        """The block of before, if it is one of the same parameters in the same precision."""
-        previous, site = self.blocks.get(index), self.sites[index]
-        alike = previous is not None and self.covered[index] == self.samples.active[index]
-        return previous if alike and previous is not None and previous.gram.dtype == site.dtype else None
+    def _before(self, index: int) -> Block | None:
+        return self.ledger.before(index, self.sites[index], self.samples.active[index])
 
     def _install_alone(self, jobs: Mapping[int, Job]) -> list[int]:
         """Blocks that are a base and nothing else."""
@@ -413,7 +390,7 @@ class Preconditioner:
             alone.remove(index)
             self._drop_refresh(index)
         for index in alone:
-            site, previous, (P, _) = self.sites[index], self._alike(index), self.renewed[index]
+            site, previous, (P, _) = self.sites[index], self._before(index), self.renewed[index]
             nothing = torch.zeros((), dtype=site.dtype, device=site.lead.device)
             shape = site.shape(self.samples.active[index])
             U = Merged.of(nothing.new_zeros(0, math.prod(shape)), shape)
@@ -421,7 +398,7 @@ class Preconditioner:
             pairs = None if previous is None else previous.renewed(*new, P)
             write(pairs or [])
             block = Block(*new, base=P, graft=self.curvature.grafts) if previous is None or pairs is None else previous
-            self._install(index, block)
+            self.ledger.install(index, block, self.samples.active[index])
         return alone
 
     def _pooled_jobs(self, found: list[int], seen: Census, damping: Dampings) -> dict[int, Job]:
@@ -430,7 +407,7 @@ class Preconditioner:
         plans = dict(zip(found, pooled_plan(dims, self.curvature, self.budget, self.refresh_every), strict=True))
         if self.ranks.team.many and self.curvature.traffic is None:
             self.notices.traffic(max((p.rank for p in plans.values()), default=0), self.refresh_every)
-        self.plans |= plans
+        self.ledger.plans |= plans
         for index, chosen in plans.items():
             if chosen.form == "plain":
                 self._take_plain(index, chosen.why)
@@ -452,28 +429,21 @@ class Preconditioner:
         harmless = harmless and self.curvature.form != "explicit" and self.curvature.blocks == "layer"
         half = self.half and site.dtype == torch.float32 and harmless
         timer = self.samples.timer(index)
-        own = self._alike(index), partial(self._generator, index), timer, known
+        own = self._before(index), partial(self._generator, index), timer, known
         P, _ = self.renewed.get(index, (None, None))
         return Job(U, chosen, damping, half, *own, base=P, graft=self.curvature.grafts)
 
-    def _install(self, index: int, block: Block) -> None:
-        if index in self.blocks:
-            block.failures = self.blocks[index].failures  # which goes on counting
-        self.blocks[index], self.covered[index] = block, self.samples.active[index]
-        self.owed.discard(index)
-        self.refused.pop(index, None)
-
     def _drop_refresh(self, index: int) -> None:
-        self.failures[index] = self.failures.get(index, 0) + 1
+        self.ledger.fail(index)
         self.notices.dropped(self.sites[index].name)
 
     def _check_sum(self, index: int, chosen: Plan, U: Operator, grads: Gradients) -> None:
         """Whether the samples add up to the gradient, up to scale; once per layer. If not, U tells only a part of the story."""
         reduced_factors = chosen.form == "implicit" and chosen.dims.kappa > chosen.rank and isinstance(U, Implicit)
         partial = reduced_factors or self.own_batch or self.curvature.samples is not None or self.ranks.team.many
-        if index in self.checked or partial or not U.samples or self.observer is not None:
+        if index in self.ledger.checked or partial or not U.samples or self.observer is not None:
             return
-        self.checked.add(index)
+        self.ledger.checked.add(index)
         g = self.sites[index].gather(self.samples.active[index], grads, self.sites[index].dtype)
         total = U.mv(torch.ones(U.samples, dtype=U.dtype, device=g.device))
         size = total.norm() * g.norm()
@@ -505,14 +475,7 @@ class Preconditioner:
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
         """Per layer, from its last refresh."""
-        out: dict[str, dict[str, Any]] = {}
-        for index, site in enumerate(self.sites):
-            chosen = self.plans.get(index)
-            out[site.name] = describe(self.blocks.get(index), self.refreshes.get(index)) | {
-                "refreshes_dropped": self.failures.get(index, 0),
-                "why": self.refused.get(index) or (NO_CURVATURE if self.curvature.none else chosen and chosen.why),
-            }
-        return out
+        return self.ledger.diagnostics(self.sites, self.curvature.none)
 
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Everything to continue from, as nested dictionaries of tensors: a site's with its lead parameter, and what holds for
@@ -520,33 +483,16 @@ class Preconditioner:
         all of them with every parameter, since tools want an entry for each.
         """
         common = {"step": self.steps, "seed": self.seed, "missed": self.missed}
-        out: dict[nn.Parameter, dict[str, Any]] = {p: dict(common) for p in self.trained}
+        out: dict[nn.Parameter, dict[str, Any]] = {
+            p: {key: torch.tensor(value, device="cpu") for key, value in common.items()} for p in self.trained
+        }
         for index, site in enumerate(self.sites):
-            out[site.lead] |= {"owed": index in self.owed, "refused": index in self.refused}
-        for entry in out.values():
-            entry |= {key: torch.tensor(value, device="cpu") for key, value in entry.items()}
-        for index, block in self.blocks.items():
-            lead = self.sites[index].lead
-            active = [s in self.covered[index] for s in self.sites[index].segments]
-            out[lead] |= {
-                "active": torch.tensor(active, device=lead.device),
-                "block": pack_block(self.sites[index], self.covered[index], block),
-            }
+            out[site.lead] |= self.ledger.entry(index, site)
         return out
 
     def load_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Continue from `state()`; a site without an entry starts afresh at the next refresh."""
-        for record in (
-            self.blocks,
-            self.covered,
-            self.owed,
-            self.refused,
-            self.plans,
-            self.failures,
-            self.refreshes,
-            self.checked,
-        ):
-            record.clear()
+        self.ledger = Ledger()
         missed = False
         self.last_refresh = self._kept = None
         for index, site in enumerate(self.sites):
@@ -554,25 +500,13 @@ class Preconditioner:
             if "step" in entry:
                 self.steps, self.seed = int(entry["step"]), int(entry.get("seed", self.seed))
                 missed = bool(entry.get("missed", False))
-            if entry.get("owed", False):
-                self.owed.add(index)
-            if entry.get("refused", False):
-                self.refused[index] = "as before the checkpoint"
-            on = entry["active"].tolist() if "block" in entry else []
-            active = tuple(s for s, used in zip(site.segments, on, strict=False) if used)
-            if not active:
-                continue
-            block = unpack_block(site, active, entry["block"]) if len(on) == len(site.segments) else None
-            if block is not None:
-                block.relative, block.graft = self.curvature.relative_damping, self.curvature.grafts
-                if base.kept(block.base, self.curvature.base, self.curvature.power):
-                    self.blocks[index], self.covered[index] = block, active
+            self.ledger.load(index, site, entry, self.curvature)
         self.missed = (missed or not self.blocks) and not self.curvature.none
-        common = [self.steps, int(self.missed), hash(tuple(sorted(self.blocks))) % 2**62, len(self.owed)]
+        common = [self.steps, int(self.missed), hash(tuple(sorted(self.blocks))) % 2**62, len(self.ledger.owed)]
         if not self.ranks.loaded(common, self.sites[0].lead.device):
             self.notices.renewed(self.ranks.team.strategy, bool(self.blocks))
             self.blocks.clear()
-            self.owed.clear()
+            self.ledger.owed.clear()
             self.missed = True
         self.loaded = any(p.grad is not None for p in self.trained)
         self._rearm()

@@ -707,7 +707,7 @@ def test_a_budget_in_the_optimizer_and_in_explain(base: str, rank: int) -> None:
     opt = seng.SENG(model, 0.1, curvature=curvature)
     step_of(model, opt, x, target)
     assert explained.bytes <= budget
-    assert [p.base_rank for p in explained.plans] == [p.base_rank for p in opt.preconditioner.plans.values()]
+    assert [p.base_rank for p in explained.plans] == [p.base_rank for p in opt.preconditioner.ledger.plans.values()]
     if base == "kronecker":
         assert 0 < explained.plans[0].base_rank < 128
     for p, entry in zip(explained.plans, opt.diagnostics().values(), strict=True):

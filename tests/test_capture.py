@@ -707,7 +707,7 @@ def test_autocast_does_not_reach_our_own_products(where):
             loss.backward()
         for p in model.parameters():  # the backward's own products under autocast are not at stake
             p.grad.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
-        opt.preconditioner.checked.add(0)
+        opt.preconditioner.ledger.checked.add(0)
         before = values(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled and where == "step"):
             opt.step()

@@ -580,7 +580,7 @@ def test_add_param_group_that_completes_a_layer_or_is_refused():
     step()
     opt.add_param_group({"params": [model[0].bias, model[2].bias]})
     step()
-    assert len(opt.preconditioner.covered[0]) == 2 and len(opt.param_groups) == 2
+    assert len(opt.preconditioner.ledger.covered[0]) == 2 and len(opt.param_groups) == 2
 
 
 def test_a_checkpoint_of_other_shapes_or_damping_loads_without_its_curvature():

@@ -140,7 +140,7 @@ def test_a_budget_in_the_optimizer():
     model(torch.randn(64, 50)).square().mean().backward()
     opt.step()
     assert sum(block.U.bytes for block in opt.preconditioner.blocks.values()) <= 31_000 * 8
-    assert opt.preconditioner.plans[0].rank == 8
+    assert opt.preconditioner.ledger.plans[0].rank == 8
     fraction = seng.SENG(model, lr=0.1, curvature=seng.Curvature(memory=0.5))
     assert fraction.preconditioner.budget > 10**6
     tight = seng.SENG(model, lr=0.1, curvature=seng.Curvature(form="explicit", memory=1000))

@@ -206,7 +206,7 @@ def test_decisions_survive_a_checkpoint():
             model(torch.randint(7, (8, 5))).square().mean().backward()
             opt.step()
     other = resumed(opt, model)
-    assert set(opt.preconditioner.refused) == set(other.preconditioner.refused) == {1} and not other.refresh_due
+    assert set(opt.preconditioner.ledger.refused) == set(other.preconditioner.ledger.refused) == {1} and not other.refresh_due
 
     heads = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
     opt = seng.SENG(heads, lr=0.05, refresh_every=4)
@@ -214,7 +214,7 @@ def test_decisions_survive_a_checkpoint():
         opt.zero_grad()
         heads[name](torch.randn(5, 3)).square().mean().backward()
         opt.step()
-    assert opt.preconditioner.owed == resumed(opt, heads).preconditioner.owed == {1}
+    assert opt.preconditioner.ledger.owed == resumed(opt, heads).preconditioner.ledger.owed == {1}
 
     layer = nn.Linear(3, 2)
     opt = seng.SENG(layer, lr=0.05, refresh_every=1)
