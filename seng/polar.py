@@ -29,7 +29,7 @@ from seng.operators import HALF, Shape
 from seng.sites import Segment, Site
 
 RMS = 1 / 30  # of a step, per unit of lr: so that lr is about what it is for SGD on networks with norms
-STEPS = 5
+STEPS = 3, 2  # before S comes from Y again: after four, bfloat16 has lost some matrices
 QUINTIC = 3.4445, -4.7750, 2.0315  # Jordan et al.: singular values between 0.7 and 1.2 after five steps, from 1e-3 up
 QKV = 3
 GRAIN = 8  # numbers of bfloat16 in what tensor cores read at once: products of odd sizes are slow
@@ -60,23 +60,33 @@ class Rates(NamedTuple):
 
 
 def polar(X: Tensor) -> Tensor:
-    """Q of each of X (L, m, n), nearly: Y ← (aI + bS + cS²)Y, S = YYᵀ, from Y = X/‖X‖; 0 of a matrix of zeros.
+    """Q of each of X (L, m, n), nearly: Y ← MY, M = aI + bS + cS², S = YYᵀ, from Y = X/‖X‖; 0 of a matrix of zeros.
 
-    On a GPU X comes in bfloat16: the iteration corrects its own rounding.
+    S of MY is MSM: so of a long Y several steps are taken on S alone, and Y goes through the product of their M at once. On a
+    GPU X comes in bfloat16: the iteration corrects its own rounding, as long as S comes from Y now and then.
     """
     wide = X.shape[-2] <= X.shape[-1]
     Y: Tensor = X if wide else X.mT
     Y = Y / torch.linalg.vector_norm(Y, math.inf, (-2, -1), keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)
-    a, b, c = QUINTIC
-    for i in range(STEPS):
+    for i, steps in enumerate(STEPS if Y.shape[-1] > 2 * Y.shape[-2] else [1] * sum(STEPS)):
         S = Y @ Y.mT
         if i == 0:  # ‖Y‖² is the trace of S, and at least 1 by now
             square = S.diagonal(0, -2, -1).sum(-1, dtype=torch.float32 if S.dtype == torch.bfloat16 else None).clamp_min(1)
             S = S * square.reciprocal().to(S.dtype)[:, None, None]
-        M = torch.baddbmm(S, S, S, beta=b, alpha=c)
-        M.diagonal(0, -2, -1).add_(a)
-        Y = (M * square.rsqrt().to(M.dtype)[:, None, None] if i == 0 else M) @ Y
+        M = A = _quintic(S)
+        for _ in range(steps - 1):
+            S = M @ S @ M
+            M = _quintic(S)
+            A = M @ A
+        Y = (A * square.rsqrt().to(A.dtype)[:, None, None] if i == 0 else A) @ Y
     return Y if wide else Y.mT
+
+
+def _quintic(S: Tensor) -> Tensor:
+    a, b, c = QUINTIC
+    M = torch.baddbmm(S, S, S, beta=b, alpha=c)
+    M.diagonal(0, -2, -1).add_(a)
+    return M
 
 
 def is_matrix(part: Part) -> bool:

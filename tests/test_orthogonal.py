@@ -1,6 +1,7 @@
 """Steps by the polar factor of the momentum: seng/orthogonal.py."""
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import seng
 from seng.orthogonal import ELEMENT, MOST, Orthogonal
-from seng.polar import RMS, SHORTEST, Stack, polar, stacks_of
+from seng.polar import QUINTIC, RMS, SHORTEST, Stack, polar, stacks_of
 from seng.replay import capturing
 
 F64 = torch.float64
@@ -45,6 +46,30 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[floa
 def exact(X: Tensor) -> Tensor:
     U, _, Vh = torch.linalg.svd(X, full_matrices=False)
     return U @ Vh
+
+
+def one_by_one(X: Tensor) -> Tensor:
+    """Five steps as they are written down."""
+    a, b, c = QUINTIC
+    Y = X / X.norm(dim=(-2, -1), keepdim=True)
+    for _ in range(5):
+        S = Y @ Y.mT
+        Y = a * Y + (b * S + c * S @ S) @ Y
+    return Y
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 32), (2, 32, 64), (2, 32, 65), (2, 32, 300), (1, 1, 5)], ids=str)
+@pytest.mark.parametrize("smallest", [1, 1e-3])
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16], ids=str)
+def test_steps_on_small_matrices_are_steps(shape: tuple[int, ...], smallest: float, dtype: torch.dtype) -> None:
+    """Of a long matrix, several of which are taken at once, too; and rounding does no more harm to them."""
+    draw = torch.Generator().manual_seed(0)
+    X = torch.randn(shape, dtype=F64, generator=draw)
+    rotation = torch.linalg.qr(torch.randn(shape[1], shape[1], dtype=F64, generator=draw)).Q
+    X = rotation @ (X * torch.logspace(0, math.log10(smallest), shape[1], dtype=F64)[:, None])
+    exact = one_by_one(X)
+    rounding = naive.relative_error(one_by_one(X.to(dtype)), exact)
+    assert naive.relative_error(polar(X.to(dtype)), exact) < 1.5 * rounding + torch.finfo(dtype).eps * 100 * (dtype == F64)
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 9), (2, 9, 5), (1, 4, 4), (2, 1, 7)])
