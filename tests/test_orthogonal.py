@@ -264,6 +264,7 @@ def test_matrices_filled_up_with_zeros_step_as_each_by_itself(dtype: torch.dtype
             layers.stacks = stacks_of([part for stack in layers.stacks for part in stack.parts], fill=True)
             assert len(layers.stacks) == 1
             layers.stacks = [Stack(layers.stacks[0].parts, dtype)]
+            assert dtype != torch.bfloat16 or all(side % 8 == 0 for side in layers.stacks[0].size[1:])
         for _ in range(2):
             for i, p in enumerate(each.parameters()):
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
@@ -274,16 +275,33 @@ def test_matrices_filled_up_with_zeros_step_as_each_by_itself(dtype: torch.dtype
     assert min(errors) >= least and max(errors) < most
 
 
-def test_what_is_large_is_not_filled_up() -> None:
-    """Nor is what would be mostly zeros."""
-    sizes = {"large": (3000, 3000), "small": (30, 40), "long": (8, 200_000)}
-    layers = nn.Sequential(
-        *(nn.Linear(n, m, bias=False, device="meta") for m, n in sizes.values()), nn.Linear(20, 20, device="meta")
-    )
+@pytest.mark.parametrize(
+    ("sizes", "stacks"),
+    [
+        ([(3000, 3000), (30, 40), (8, 200_000), (20, 21)], [(1, 3000, 3000), (1, 8, 200_000), (2, 30, 40)]),
+        ([(900, 900), (1000, 1000), (1100, 1100)], [(2, 1000, 1000), (1, 1100, 1100)]),
+    ],
+    ids=["mostly zeros", "too much work"],
+)
+def test_what_is_large_is_not_filled_up(sizes: list[tuple[int, int]], stacks: list[tuple[int, int, int]]) -> None:
+    layers = nn.Sequential(*(nn.Linear(n, m, bias=False, device="meta") for m, n in sizes))
     opt = seng.SENG(layers, 0.1, **seng.presets.orthogonal())
     assert opt.preconditioner is not None
     parts = [(site, site.segments) for site in opt.preconditioner.sites]
-    assert [stack.size for stack in stacks_of(parts, fill=True)] == [(1, 3000, 3000), (1, 8, 200_000), (2, 30, 40)]
+    assert [stack.size for stack in stacks_of(parts, fill=True)] == stacks
+
+
+def test_an_input_that_is_nearly_always_zero_is_not_stepped_along_as_far() -> None:
+    """What a polar factor has of it is rounding, or chance: a thousandth of the usual is a hundredth of its step."""
+    layer = nn.Linear(40, 4, bias=False).to(F64)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.randn(4, 40, dtype=F64, generator=torch.Generator().manual_seed(0))
+    layer.weight.grad[:, 0] *= 1e-3
+    layer.weight.grad[:, 1] = 0
+    seng.SENG(layer, 1.0, **seng.presets.orthogonal(weight_decay=0.0)).step()
+    moved = (layer.weight.detach() - before).norm(dim=0) / (RMS * 2)
+    torch.testing.assert_close(moved[2:], torch.ones(38, dtype=F64))
+    assert 1e-3 < moved[0] < 0.05 and moved[1] == 0
 
 
 class Scaled(nn.Module):
