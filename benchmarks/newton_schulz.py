@@ -1,4 +1,4 @@
-"""What do steps of Newton–Schulz on S = YYᵀ alone save? `opt.step()` of the orthogonal step with them, and with S from Y each time.
+"""What do steps of Newton–Schulz on S = YYᵀ alone save? `opt.step()` of the orthogonal step with them, and with all from Y.
 
     python benchmarks/newton_schulz.py [--out results/bench/newton-schulz-cpu.json]
 
