@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from seng.checks import check_number
+from seng.checks import check_number, check_options
 from seng.curvature import Curvature, Units
 from seng.optimizer import SENG
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
@@ -111,13 +111,15 @@ def attach(
         raise TypeError("SENG preconditions its own gradients: attach is for other optimizers")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"attach takes a torch optimizer first and the module second, not {type(optimizer).__name__}")
-    if curvature is not None and curvature.none:
+    curvature = Curvature() if curvature is None else curvature
+    check_options(curvature, refresh_every, units)
+    if curvature.none:
         raise ValueError("attach: Curvature(form='plain') keeps no curvature, so there would be nothing to attach")
     check_number("damping", damping, positive=True)
     preconditioner = Preconditioner(
         module,
         _params(optimizer),
-        curvature=curvature or Curvature(),
+        curvature=curvature,
         refresh_every=refresh_every,
         units=units,
         strict=strict,

@@ -23,7 +23,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from seng.factor import FLOOR, Factor, Moment, Total, updated
+from seng.curvature import Metric
+from seng.factor import FLOOR, Factor, Moment, Total, noise, updated
 from seng.implicit import Implicit
 from seng.lookup import Lookup
 from seng.operators import HALF, Explicit, Merged, Operator, Shape, wide
@@ -47,8 +48,8 @@ class Base(ABC):
         """All that is kept."""
 
     @abstractmethod
-    def white(self, U: Operator) -> Operator:
-        """P^{-½}U."""
+    def white(self, U: Operator, rank: int | None = None) -> Operator:
+        """P^{-½}U; `rank`: of the factors that are kept of it, where not all are."""
 
     @property
     def bytes(self) -> int:
@@ -71,14 +72,17 @@ class Kronecker(Base):
     G: Factor
     A: Factor
     power: float
+    noise: float = 0.0  # of gradients, by rounding
 
     def __post_init__(self) -> None:
         """P_G^e = c_G(I + V_G diag(w_G) V_Gᵀ) and so for A: w_G (h, r, 1), w_A (h, 1, r) and c = c_G·c_A (h, 1, 1)."""
         weights = {}
-        sides = [(f, *f.eigenvalues(self.power)) for f in (self.G, self.A)]
+        sides = [(f, *f.eigenvalues(self.power, self.noise)) for f in (self.G, self.A)]
+        of_G, of_A = (f.mean(kept, others) for f, kept, others in sides)
+        mean = (of_G * of_A).mean()  # P's, over all groups
         for exponent in EXPONENTS:
             (w_G, c_G), (w_A, c_A) = (_relative(f, kept**exponent, others**exponent) for f, kept, others in sides)
-            weights[exponent] = w_G[:, :, None], w_A[:, None, :], (c_G * c_A)[:, None, None]
+            weights[exponent] = w_G[:, :, None], w_A[:, None, :], (c_G * c_A / mean**exponent)[:, None, None]
         object.__setattr__(self, "weights", weights)
 
     def times(self, X: Tensor, exponent: float) -> Tensor:
@@ -90,10 +94,10 @@ class Kronecker(Base):
         kept = [t for f in (self.G, self.A) for t in (f.V, f.s, f.rest)]
         return kept + [t for exponent in EXPONENTS for t in self.weights[exponent]]
 
-    def white(self, U: Operator) -> Operator:
+    def white(self, U: Operator, rank: int | None = None) -> Operator:
         """Of factors G_i → P_G^{-½}G_i and A_i → P_A^{-½}A_i; column by column where these are fewer numbers."""
         _, n_G, n_A = U.shape
-        if isinstance(U, Implicit | Windows) and U.rank * (n_G + n_A) < n_G * n_A:
+        if isinstance(U, Implicit | Windows) and min(U.rank, rank or U.rank) * (n_G + n_A) < n_G * n_A:
             factors = U.implicit() if isinstance(U, Windows) else U
             w_G, w_A, c = self.weights[-0.5]
             G = _along(factors.G, self.G.V, w_G, c)
@@ -119,7 +123,7 @@ class Diagonal(Base):
     def tensors(self) -> list[Tensor]:
         return [self.v, *(self.weights[exponent][0] for exponent in EXPONENTS)]
 
-    def white(self, U: Operator) -> Operator:
+    def white(self, U: Operator, rank: int | None = None) -> Operator:
         if not isinstance(U, Lookup):
             return _columns(self, U)
         rows = self.weights[-0.5][0].view(U.shape)[0][U.tokens]
@@ -146,9 +150,21 @@ def _columns(base: Base, U: Operator) -> Operator:
 
 
 def renewed(
-    old: Base | None, U: Operator, *, kronecker: bool, power: float, rank: int, decay: float, generator: Any, total: Total
+    old: Base | None,
+    U: Operator,
+    *,
+    kronecker: bool,
+    power: float,
+    rank: int,
+    decay: float,
+    precision: torch.dtype,
+    generator: Any,
+    total: Total,
 ) -> tuple[Kronecker | Diagonal, Tensor]:
-    """P after another refresh, from the captured U of this rank, and whether that was finite; `total` adds up over ranks."""
+    """P after another refresh, from the captured U of this rank, and whether that was finite; `total` adds up over ranks.
+
+    `precision` is the least that gradients were worked out in.
+    """
     if not kronecker:
         v = U.row_norms()
         total([v])
@@ -168,13 +184,14 @@ def renewed(
         return updated(before if alike else None, side, rank, decay, generator, fine)
 
     G, A = (old.G, old.A) if isinstance(old, Kronecker) else (None, None)
-    return Kronecker(factor(seen[0], G), factor(seen[1], A), power), fine.all()
+    return Kronecker(factor(seen[0], G), factor(seen[1], A), power, noise(precision)), fine.all()
 
 
-def numbers(shape: Shape, kronecker: bool, rank: int) -> int:
+def numbers(shape: Shape, metric: Metric, rank: int) -> int:
     """How many are kept of one layer's P, nearly."""
     h, n_G, n_A = shape
-    return h * (n_G * min(rank, n_G) + n_A * min(rank, n_A)) if kronecker else (1 + len(EXPONENTS)) * math.prod(shape)
+    kronecker = h * (n_G * min(rank, n_G) + n_A * min(rank, n_A))
+    return {"identity": 0, "kronecker": kronecker, "diagonal": (1 + len(EXPONENTS)) * math.prod(shape)}[metric]
 
 
 def kept(base: Base | None, metric: str, power: float) -> bool:

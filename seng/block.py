@@ -61,7 +61,7 @@ class Block:
             and signature(U) == signature(self.U)
         )
         ours, theirs = ([] if b is None else b.tensors() for b in (self.base, base))
-        alike = alike and type(self.base) is type(base) and [t.shape for t in ours] == [t.shape for t in theirs]
+        alike = alike and _kind(self.base) == _kind(base) and [t.shape for t in ours] == [t.shape for t in theirs]
         if not alike or (gram.shape, gram.dtype, relative) != (self.gram.shape, self.gram.dtype, self.relative):
             return None
         self.core = None if self.core is None else (math.nan, *self.core[1:])  # to be written to as well
@@ -110,6 +110,11 @@ class Block:
         factorize([(self, damping)])
         assert self.core is not None
         return self.core[1], self.core[2]
+
+
+def _kind(base: Base | None) -> tuple[object, ...]:
+    """What of P is no tensor, and so not written to."""
+    return type(base), getattr(base, "power", None), getattr(base, "noise", None)
 
 
 def factorize(dampings: Sequence[tuple[Block, float]], run: Callable[..., list[Tensor]] = directly) -> None:

@@ -75,9 +75,9 @@ class Curvature:
                     "fisher='empirical' takes the loss that is trained"
                 )
         _one_of("base", self.base, get_args(Metric))
-        if self.rank is not None and not (type(self.rank) is int and self.rank == 0 and self.base != "identity"):
-            _positive_int("rank", self.rank)  # with a base, 0 leaves P alone
-        _positive_int("base_rank", self.base_rank)
+        if self.rank is not None:
+            _integer("rank", self.rank, least=1 if self.base == "identity" else 0)  # with a base, 0 leaves P alone
+        _integer("base_rank", self.base_rank)
         if isinstance(self.power, bool) or not (isinstance(self.power, int | float) and 0 < self.power <= 1):
             raise ValueError(f"Curvature: power is the p of C^p, above 0 and at most 1, not {self.power!r}")
         if not (self.graft is None or isinstance(self.graft, bool)):
@@ -95,7 +95,7 @@ class Curvature:
             asked = "blocks='network'" if self.blocks == "network" else "combine='independent'"
             raise ValueError(f"Curvature: base={self.base!r} is a metric of each layer's own; {asked} has base='identity' only")
         if self.samples is not None:
-            _positive_int("samples", self.samples)
+            _integer("samples", self.samples)
         if self.sketch is not None and not isinstance(self.sketch, Sketch):
             raise TypeError(f"Curvature: sketch is None or one of seng.sketch, such as Rows(256), not {self.sketch!r}")
         if self.decay is not None and not (isinstance(self.decay, int | float) and 0 <= self.decay < 1):
@@ -152,6 +152,6 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"Curvature: unknown {name} {value!r}; use one of {', '.join(map(repr, allowed))}")
 
 
-def _positive_int(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"Curvature: {name} must be an integer of at least 1, not {value!r}")
+def _integer(name: str, value: Any, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"Curvature: {name} must be an integer of at least {least}, not {value!r}")

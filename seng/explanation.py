@@ -28,14 +28,16 @@ class Explanation:
         return sum(p.bytes for p in self.plans)
 
     def __str__(self) -> str:
-        head = ("layer", "n", "n_G", "n_A", "κ", "ϱ", "form", "bytes", "flop/step", "why")
+        based = any(p.base != "identity" for p in self.plans)
+        head = ("layer", "n", "n_G", "n_A", "κ", "ϱ", "form", *["base"] * based, "bytes", "flop/step", "why")
         rows: list[tuple[str, ...]] = [head]
         for p in self.plans:
             d = p.dims
             sizes = (f"{v:,}" for v in (d.n, d.n_G, d.n_A, d.kappa, d.samples))
-            rows.append((d.name, *sizes, p.form, size_of(p.bytes), f"{p.flops:.1e}", p.why))
+            base = f"kronecker {p.base_rank}" if p.base == "kronecker" else p.base
+            rows.append((d.name, *sizes, p.form, *[base] * based, size_of(p.bytes), f"{p.flops:.1e}", p.why))
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        left = (0, 6, 9)
+        left = [i for i, name in enumerate(head) if name in ("layer", "form", "base", "why")]
         lines = [
             "  ".join(
                 cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
@@ -53,7 +55,7 @@ def explain(module: nn.Module, batch: Any, curvature: Curvature | None = None) -
     `batch` is what the module takes: a tensor, a tuple of arguments or a dict of keywords; of an (inputs, targets) pair the
     first is taken when the module has one argument. Nothing about the module changes, running statistics included.
     """
-    curvature = curvature or Curvature()
+    curvature = Curvature() if curvature is None else curvature
     sites, uncovered = survey(module, (p for p in module.parameters() if p.requires_grad))
     calls = _shapes(module, batch, [member for site in sites for member in site.members])
     counts = Counter([a.shape[0] for seen in calls.values() for a, _ in seen][::-1])  # the backward's order

@@ -18,6 +18,7 @@ from seng.numerics import OVERSAMPLE, SMALL, eigh, orthonormal, widest
 from seng.operators import product, wide
 
 FLOOR = 1e-3  # of the mean eigenvalue, the least that counts: inputs never active would be stepped along without bound
+UNSEEN = 1e-6  # of the largest eigenvalue: what is below was in no sample, up to rounding
 FIRST, LATER = 6, 2  # products of a range finder: it begins at random, later ones where the last one ended
 GRAM = 8192  # rows n up to which a batch's xxᵀ is worked out once, for a moment, in place of twice an iteration
 
@@ -46,14 +47,38 @@ class Factor:
         """CZ of Z (h, n, w)."""
         return self.rest[:, None, None] * Z + self.V @ ((self.s - self.rest[:, None])[:, :, None] * (self.V.mT @ Z))
 
-    def eigenvalues(self, power: float) -> tuple[Tensor, Tensor]:
-        """Those of max(C, floor)^power, V's (h, r) and all others' (h,), with mean 1; all of them 1 where C is zero."""
-        _, n, r = self.V.shape
-        mean = self.trace[:, None] / n
+    def eigenvalues(self, power: float, noise: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Those of max(C, floor)^power, V's (h, r) and all others' (h,), for C of mean eigenvalue 1; all 1 where C is zero."""
+        h, n, _ = self.V.shape
+        mean = self.trace.sum() / (h * n)
         mean = torch.where(mean > 0, mean, 1)
-        kept, others = (e.clamp_min(FLOOR) ** power for e in (self.s / mean, self.rest / mean[:, 0]))
-        scale = (kept.sum(1) + (n - r) * others) / n
-        return kept / scale[:, None], others / scale
+        floor = torch.where(self.trace.sum() > 0, self._floor(power, noise), 1)
+        kept, others = (torch.maximum(e / mean, floor) ** power for e in (self.s, self.rest))
+        return kept, others
+
+    def _floor(self, power: float, noise: float) -> Tensor:
+        """The least eigenvalue that counts, above FLOOR where gradients are too noisy for that.
+
+        Rounding leaves them ε = `noise` of their length, in all n directions alike; P⁻¹ stretches that by floor^{-p} on each
+        side where both count as the floor. What they have to say lies in the N directions that samples had, of which P⁻¹ leaves
+        about (N/n)^p on each side. So ε ≪ (floor·N/n)^{2p} where few were seen; and ε ≪ floor^p, on one side, where all were.
+        """
+        h, n, r = self.V.shape
+        least = UNSEEN * self.s.amax()
+        seen = (self.s > least).sum() + (n - r) * (self.rest > least).sum()
+        few = (4 * noise) ** (0.5 / power) * (h * n - seen).to(least) / seen.clamp_min(1)
+        floor: Tensor = few.clamp(max(FLOOR, (4 * noise) ** (1 / power)), 1.0)
+        return floor
+
+    def mean(self, kept: Tensor, others: Tensor) -> Tensor:
+        """Of eigenvalues, V's (h, r) and all others' (h,): (h,)."""
+        _, n, r = self.V.shape
+        return (kept.sum(1) + (n - r) * others) / n
+
+
+def noise(dtype: torch.dtype) -> float:
+    """What rounding leaves of gradients that were worked out in such numbers, relative to their length: their own, or V's."""
+    return max(torch.finfo(dtype).eps, 64 * torch.finfo(wide(dtype)).eps)
 
 
 @dataclass(frozen=True)

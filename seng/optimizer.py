@@ -59,7 +59,7 @@ class SENG(Optimizer):
             if module is not None and module is not params:
                 raise ValueError("the first argument is a module and module=… is another: give one of them")
             module, params = params, list(params.parameters())
-        curvature = curvature or Curvature()
+        curvature = Curvature() if curvature is None else curvature
         check_options(curvature, refresh_every, units)
         team_of(strategy, module)  # refuses what there is not
         self.preconditioner: Preconditioner | None = None

@@ -39,6 +39,8 @@ class Dims:
     half: bool = False  # whether factors and bases are kept in half precision
     inputs: int = 0  # where the factors stay inside the layer's input: numbers per sample of input and output
     factored: bool = True  # whether every one of its layers has factors, so that it can have a Kronecker metric
+    base: Metric = "identity"  # P, in whose coordinates U is kept
+    base_rank: int = 0  # of a Kronecker metric
 
     @property
     def n(self) -> int:
@@ -64,7 +66,15 @@ class Dims:
         """h·(n_G + n_A): the numbers of one column of the factors."""
         return self.shape[0] * (self.shape[1] + self.shape[2])
 
+    def factors(self, rank: int) -> int:
+        """The numbers of one sample's factors as they are kept; with a base, of its columns where no factors are smaller."""
+        reduced = self.sides * min(rank, self.kappa)
+        if self.base == "identity":
+            return self.raw if rank >= self.kappa else reduced
+        return self.n if self.base == "diagonal" else min(reduced, self.n)
 
+
+Planner = Callable[[Sequence[Dims], Curvature, int | None], list["Plan"]]
 NO_CURVATURE = "form='plain': no curvature"
 
 
@@ -78,20 +88,28 @@ class Plan:
     why: str
     otherwise: Literal["explicit", "implicit"] | None = None  # what a merged layer keeps where `rank` directions are too few
     asks: bool = True  # whether it is tried with `rank` directions at all
-    base: Metric = "identity"  # P
-    base_rank: int = 0
+
+    @property
+    def base(self) -> Metric:
+        """P."""
+        return self.dims.base
+
+    @property
+    def base_rank(self) -> int:
+        """Of a Kronecker metric."""
+        return self.dims.base_rank
 
     @property
     def bytes(self) -> int:
         """Memory of U and P between refreshes, at most."""
-        base = 0 if self.base == "identity" else numbers(self.dims.shape, self.base == "kronecker", self.base_rank)
+        base = numbers(self.dims.shape, self.base, self.base_rank)
         return max(self._bytes(self.form), self._bytes(self.otherwise or "plain")) + base * self.dims.itemsize
 
     def _bytes(self, form: Kept) -> int:
         d = self.dims
         numbers = {
             "explicit": d.n * d.samples,
-            "implicit": (d.raw if self.otherwise or self.rank >= d.kappa else d.sides * self.rank) * d.samples,
+            "implicit": d.factors(d.kappa if self.otherwise else self.rank) * d.samples,
             "lookup": d.samples * d.kappa * (d.shape[2] + 8 // d.itemsize),
             "merged": d.n * self.rank,
             "plain": 0,
@@ -132,7 +150,7 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
     if curvature.none:
         return [Plan(d, "plain", 0, NO_CURVATURE) for d in dims]
     if curvature.base != "identity":
-        return _with_base(dims, curvature, budget, lambda rest, room: plan(dims, rest, room, every))
+        return _with_base(dims, curvature, budget, lambda dims, rest, room: plan(dims, rest, room, every))
     if curvature.blocks == "network":
         return _of_network(dims, curvature, budget)
     asked = curvature.rank or max((d.samples for d in dims), default=1)
@@ -171,33 +189,42 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
         demoted[largest.dims.name] = "implicit" if smaller else "plain"
 
 
-def _with_base(
-    dims: Sequence[Dims], curvature: Curvature, budget: int | None, others: Callable[[Curvature, int | None], list[Plan]]
-) -> list[Plan]:
+def _with_base(dims: Sequence[Dims], curvature: Curvature, budget: int | None, others: Planner) -> list[Plan]:
     """P takes at most half of the memory, its rank halved until it does; the rest is U's. Alone, it may take all of it."""
-    rank = curvature.base_rank
 
-    def based(plans: Sequence[Plan]) -> list[Plan]:
-        metrics: dict[bool, Metric] = {True: "kronecker", False: "diagonal"}
-        metric = [metrics[d.factored and curvature.base == "kronecker"] for d in dims]
-        fitting = [
-            replace(p, form="merged", rank=0, why=f"the base alone: U {p.why}") if p.form == "plain" else p for p in plans
+    def based(rank: int) -> list[Dims]:
+        kronecker = [d.factored and curvature.base == "kronecker" for d in dims]
+        return [
+            replace(d, base="kronecker", base_rank=rank) if k else replace(d, base="diagonal")
+            for d, k in zip(dims, kronecker, strict=True)
         ]
-        ranks = [rank if m == "kronecker" else 0 for m in metric]
-        return [replace(p, base=m, base_rank=r) for p, m, r in zip(fitting, metric, ranks, strict=True)]
 
-    alone = [Plan(d, "merged", 0, "the base alone") for d in dims]
-    while budget is not None and rank > 1 and sum(p.bytes for p in based(alone)) > budget / (2 if curvature.rank != 0 else 1):
+    def taken(rank: int) -> int:
+        return sum(Plan(d, "plain", 0, "").bytes for d in based(rank))
+
+    rank = curvature.base_rank
+    while budget is not None and rank > 1 and taken(rank) > budget / (2 if curvature.rank != 0 else 1):
         rank //= 2
-    taken = sum(p.bytes for p in based(alone))
-    if budget is not None and taken > budget:
+    if budget is not None and taken(rank) > budget:
         raise ValueError(
-            f"base={curvature.base!r} needs {size_of(taken)} where memory={curvature.memory!r} allows {size_of(budget)}: "
+            f"base={curvature.base!r} needs {size_of(taken(rank))} where memory={curvature.memory!r} allows {size_of(budget)}: "
             "use base='identity' or more memory"
         )
     if curvature.rank == 0:
-        return based(alone)
-    return based(others(replace(curvature, base="identity"), None if budget is None else budget - taken))
+        plans = [Plan(d, "merged", 0, "the base alone") for d in based(rank)]
+    else:
+        plans = [_in_base(p) for p in others(based(rank), replace(curvature, base="identity"), budget)]
+    halved = f"; base_rank {rank} to fit memory" if rank < curvature.base_rank else ""
+    return [replace(p, why=p.why + halved * (p.base == "kronecker")) for p in plans]
+
+
+def _in_base(p: Plan) -> Plan:
+    """What becomes of it in the coordinates of P, where factors may be no fewer numbers than columns."""
+    if p.form == "plain":
+        return replace(p, form="merged", rank=0, why=f"the base alone: U {p.why}")
+    if p.form == "implicit" and p.dims.factors(p.rank) == p.dims.n:
+        return replace(p, form="explicit", why=f"{p.why}; as columns, since a {p.base} base leaves no smaller factors")
+    return p
 
 
 def _of_network(dims: Sequence[Dims], curvature: Curvature, budget: int | None) -> list[Plan]:
@@ -225,7 +252,7 @@ def _of_network(dims: Sequence[Dims], curvature: Curvature, budget: int | None) 
 def pooled_plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, every: int | None = None) -> list[Plan]:
     """One basis per layer, held by all ranks; where memory is short, the rank is halved, then the largest goes without."""
     if curvature.base != "identity":
-        return _with_base(dims, curvature, budget, lambda rest, room: pooled_plan(dims, rest, room, every))
+        return _with_base(dims, curvature, budget, lambda dims, rest, room: pooled_plan(dims, rest, room, every))
     rank = curvature.rank or WIDEST
     if curvature.form == "explicit":
         rank = max((d.samples for d in dims), default=1)
@@ -289,7 +316,7 @@ LARGE = 2**16  # numbers from which a layer is worth launches of its own
 def _by_tolerance(d: Dims) -> Plan:
     """As few directions as do, or U as it is."""
     few = FEW if d.half else FEW // 8  # products in full precision take a GPU, and a CPU, the longer
-    cheaper = d.kappa <= few and d.raw < d.n and d.n >= LARGE
+    cheaper = d.kappa <= few and d.factors(d.kappa) < d.n and d.n >= LARGE
     exact: Literal["explicit", "implicit"] = "implicit" if cheaper else "explicit"
     if d.itemsize == 8 or d.samples <= 1:
         return Plan(d, exact, max(d.samples, d.kappa), "exact in float64")

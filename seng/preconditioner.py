@@ -77,6 +77,7 @@ class Preconditioner:
         self.budget = budget(curvature, module)
         self.notices = Notices(strict)
         self.seed = torch.initial_seed() % 2**63  # read, not drawn: the global stream stays as it is
+        self.coarse = False  # whether some gradients were worked out in half precision
         self.half = False  # whether bases are kept in half precision: on a GPU, where the network itself is trained so
         self.steps = 0
         self.own_batch = False  # whether this step's curvature comes from a batch of its own
@@ -314,7 +315,7 @@ class Preconditioner:
             elif not (self.own_batch or self.loaded) and self.sites[index].in_use(grads):
                 raise not_captured(site.name) if self.observer is None else not_observed(site.name, self.curvature.fisher)
         self.ranks.know(found, self.sites, seen)
-        self.half = seen.half and self.sites[0].lead.is_cuda
+        self.coarse, self.half = seen.half, seen.half and self.sites[0].lead.is_cuda
         pools = self.ranks.team.pools
         jobs = self._pooled_jobs(found, seen, damping) if pools else self._jobs(found, grads, damping)
         curvature = replace(self.curvature, form="merged", sketch=None) if pools else self.curvature
@@ -374,10 +375,11 @@ class Preconditioner:
                 power=float(self.curvature.power),
                 rank=chosen.base_rank,
                 decay=self.curvature.averaging,
+                precision=torch.bfloat16 if self.coarse else self.sites[index].dtype,
                 generator=self._generator(index, "base"),
                 total=lambda sums: team.sum_(list(sums), "adding up a base") if team.pools and team.many else None,
             )
-            return P.white(U) if chosen.rank else U
+            return P.white(U, chosen.rank if chosen.form == "implicit" else None) if chosen.rank else U
 
     def _before(self, index: int) -> Block | None:
         return self.ledger.before(index, self.sites[index], self.samples.active[index])

@@ -67,17 +67,16 @@ def sides(layer: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return (A if layer.bias is None else torch.cat([A, torch.ones_like(A[..., :1])], 2)), G
 
 
-def normalised_power(C: Tensor, power: float, floor: float) -> Tensor:
-    """C^p, eigenvalues at least floor·their mean, scaled to mean eigenvalue 1."""
-    e, V = torch.linalg.eigh(C)
-    e = e.clamp_min(floor * float(e.mean())) ** power
-    return V @ torch.diag(e / e.mean()) @ V.T
-
-
 def kronecker_metric(A: Tensor, G: Tensor, power: float, floor: float) -> Tensor:
     """P (n, n) from the second moments C_A (h, n_A, n_A) and C_G (h, n_G, n_G), for vectors that stack matrices row by row."""
-    pairs = [[normalised_power(C, power, floor) for C in pair] for pair in zip(G, A, strict=True)]
-    return torch.block_diag(*(torch.kron(P_G, P_A) for P_G, P_A in pairs))
+
+    def powers(C: Tensor) -> list[Tensor]:
+        """C^p of each group, eigenvalues at least floor·the mean of all groups'."""
+        e, V = torch.linalg.eigh(C)
+        return [W @ torch.diag(x.clamp_min(floor * float(e.mean())) ** power) @ W.T for x, W in zip(e, V, strict=True)]
+
+    P = torch.block_diag(*(torch.kron(P_G, P_A) for P_G, P_A in zip(powers(G), powers(A), strict=True)))
+    return P / P.diagonal().mean()
 
 
 def diagonal_metric(v: Tensor, power: float, floor: float) -> Tensor:

@@ -177,3 +177,14 @@ def test_bad_input():
         seng.attach(sgd, network())
     with pytest.raises(ValueError, match="the damping cannot be relative"):
         seng.attach(sgd, model, units="paper")
+
+
+@pytest.mark.parametrize("curvature", ["kronecker", {}, 0])
+def test_what_is_no_curvature_is_refused(curvature):
+    model = network()
+    for build in (
+        lambda: seng.SENG(model, 0.1, curvature=curvature),
+        lambda: seng.attach(torch.optim.SGD(model.parameters(), 0.1), model, curvature=curvature),
+    ):
+        with pytest.raises(TypeError, match="curvature is a seng.Curvature, not"):
+            build()

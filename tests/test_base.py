@@ -227,7 +227,7 @@ class TestFactor:
 
     def test_no_samples_and_no_size(self) -> None:
         found = updated(None, Moment(torch.zeros(1, 6, 0, dtype=F64), nothing), 3, 0.5, torch.Generator())
-        kept_values, others = found.eigenvalues(0.5)
+        kept_values, others = found.eigenvalues(0.5)  # of a C that is zero
         torch.testing.assert_close(kept_values, torch.ones_like(kept_values))
         torch.testing.assert_close(others, torch.ones_like(others))
 
@@ -241,11 +241,20 @@ class TestFactor:
         C, D = (f.times(torch.eye(30, dtype=F64).expand(2, 30, 30)) for f in (before, after))
         assert naive.relative_error(D[0], C[0]) < 1e-9 and naive.relative_error(D[1], C[1]) < 0.1
 
-    def test_the_mean_eigenvalue_is_one(self) -> None:
-        found = updated(None, Moment(self.draw(), nothing), 8, 0.5, torch.Generator().manual_seed(0))
-        for power in (0.25, 0.5, 1.0):
-            kept_values, others = found.eigenvalues(power)
-            torch.testing.assert_close((kept_values.sum(1) + 22 * others) / 30, torch.ones(2, dtype=F64))
+
+def test_the_mean_eigenvalue_is_one_over_all_groups() -> None:
+    torch.manual_seed(0)
+    scale = torch.tensor([1.0, 10.0, 0.0], dtype=F64)[:, None, None]
+    G, A = (
+        updated(None, Moment(scale * torch.randn(3, n, 20), nothing), r, 0.5, torch.Generator()) for n, r in ((5, 2), (7, 9))
+    )
+    eye = torch.eye(3 * 35, dtype=F64).unflatten(1, (3, 5, 7))
+    for power in (0.25, 0.5, 1.0):
+        base = Kronecker(G, A, power)
+        P = torch.linalg.inv(base.times(eye, -1.0).flatten(1))
+        torch.testing.assert_close(P.diagonal().mean(), torch.ones((), dtype=F64))
+        small, large, none = P.diagonal().view(3, 35).mean(1)
+        assert none < small < large
 
 
 def test_powers_of_a_base_undo_each_other() -> None:
