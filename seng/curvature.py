@@ -22,7 +22,8 @@ class Curvature:
 
     form="auto"            plans per layer from its shape; see `seng.explain`. "plain" keeps no curvature: d = g, which
                            with `orthogonal=True` is Muon's step and got further than any curvature (docs/race.md)
-    samples=None           ϱ: the first so many of the step's samples; None takes all, since they cost no extra backward
+    samples=None           ϱ: the first so many of the step's samples, ϱ/𝓜 on each of 𝓜 ranks; None takes all, since they
+                           cost no extra backward
     rank=16                r of the implicit form and width k of the merged basis, which holds k·n numbers; more gained little
                            (docs/tuning.md); more than exists means exact; None keeps as many as the direction needs
     sketch=None            exact products; a `seng.sketch` trades accuracy for a cheaper refresh

@@ -136,7 +136,9 @@ class Preconditioner:
         self.replay.forget()  # what it recorded holds on to sites of before
         plain = self.curvature.sketch is None and self.curvature.base == "identity" and not self.ranks.team.pools
         early = partial(grams, run=self.replay) if plain else None
-        self.samples = Samples(sites, self.curvature.samples, WeakMethod(self._keep), early, self.observer is not None)
+        limit = self.curvature.samples
+        share = None if limit is None else -(-limit // self.ranks.team.size)  # ϱ/𝓜
+        self.samples = Samples(sites, share, WeakMethod(self._keep), early, self.observer is not None)
         self.capture = Capture([member.module for _, member in self.samples.layers], self.samples.receive)
         if before:
             self.load_state(before)
