@@ -91,7 +91,7 @@ class Kronecker(Base):
         return c * (X + ((X @ self.A.V) * w_A) @ self.A.V.mT)
 
     def tensors(self) -> list[Tensor]:
-        kept = [t for f in (self.G, self.A) for t in (f.V, f.s, f.rest)]
+        kept = [t for f in (self.G, self.A) for t in (f.V, f.s, f.rest, f.count)]
         return kept + [t for exponent in EXPONENTS for t in self.weights[exponent]]
 
     def white(self, U: Operator, rank: int | None = None) -> Operator:
@@ -188,10 +188,12 @@ def renewed(
 
 
 def numbers(shape: Shape, metric: Metric, rank: int) -> int:
-    """How many are kept of one layer's P, nearly."""
+    """How many are kept of one layer's P."""
     h, n_G, n_A = shape
-    kronecker = h * (n_G * min(rank, n_G) + n_A * min(rank, n_A))
-    return {"identity": 0, "kronecker": kronecker, "diagonal": (1 + len(EXPONENTS)) * math.prod(shape)}[metric]
+    r_G, r_A = min(rank, n_G), min(rank, n_A)
+    each = 1 + len(EXPONENTS)
+    kronecker = h * (n_G * r_G + n_A * r_A + each * (r_G + r_A) + 2 + len(EXPONENTS)) + 2
+    return {"identity": 0, "kronecker": kronecker, "diagonal": each * math.prod(shape)}[metric]
 
 
 def kept(base: Base | None, metric: str, power: float) -> bool:

@@ -7,6 +7,7 @@ nothing of size n² is kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,8 @@ UNSEEN = 1e-6  # of the largest eigenvalue: what is below was in no sample, up t
 FIRST, LATER = 6, 2  # products of a range finder: it begins at random, later ones where the last one ended
 GRAM = 8192  # rows n up to which a batch's xxᵀ is worked out once, for a moment, in place of twice an iteration
 
+EVERY = torch.tensor(math.inf)
+
 Total = Callable[[Sequence[Tensor]], None]  # adds up over ranks, in place
 
 
@@ -32,6 +35,7 @@ class Factor:
     V: Tensor  # (h, n, r)
     s: Tensor  # (h, r), descending
     rest: Tensor  # (h,): the mean of the eigenvalues that V does not have
+    count: Tensor = EVERY  # (): the x that it has seen
 
     @property
     def whole(self) -> bool:
@@ -65,9 +69,10 @@ class Factor:
         """
         h, n, r = self.V.shape
         least = UNSEEN * self.s.amax()
-        seen = (self.s > least).sum() + (n - r) * (self.rest > least).sum()
-        few = (4 * noise) ** (0.5 / power) * (h * n - seen).to(least) / seen.clamp_min(1)
-        floor: Tensor = few.clamp(max(FLOOR, (4 * noise) ** (1 / power)), 1.0)
+        tail = (self.count.to(least) - r).clamp(0, n - r)
+        seen = (self.s > least).sum() + tail * (self.rest > least).sum()
+        few = (4 * noise) ** (0.5 / power) * (h * n - seen) / seen.clamp_min(1)
+        floor: Tensor = few.clamp_min(max(FLOOR, (4 * noise) ** (1 / power)))
         return floor
 
     def mean(self, kept: Tensor, others: Tensor) -> Tensor:
@@ -89,13 +94,23 @@ class Moment:
     total: Total
     scale: float = 1.0
 
-    @cached_property
+    @property
     def trace(self) -> Tensor:
+        return self._sums[0]
+
+    @property
+    def count(self) -> Tensor:
+        """N, of all ranks."""
+        return self._sums[1]
+
+    @cached_property
+    def _sums(self) -> tuple[Tensor, Tensor]:
         small = self.X.shape[1] <= GRAM
         squares = self._local.diagonal(dim1=1, dim2=2) if small else self.X.to(wide(self.X.dtype)).square().sum(2) * self.scale
         trace = squares.sum(1)
-        self.total([trace])
-        return trace
+        count = torch.full((), self.X.shape[2], dtype=trace.dtype, device=trace.device)
+        self.total([trace, count])
+        return trace, count
 
     @cached_property
     def _local(self) -> Tensor:
@@ -127,6 +142,7 @@ def updated(
     dtype, device = wide(seen.X.dtype), seen.X.device
     h, n, _ = seen.X.shape
     fine = (seen.trace.isfinite() if fine is None else fine)[:, None, None]
+    count = seen.count * fine.all() + (0 if old is None or not decay else old.count.to(seen.count))
     new = (1 - decay if old is not None else 1.0) * fine.to(dtype)
     keep = 1 - new
 
@@ -139,7 +155,7 @@ def updated(
     if rank >= n and exactly(seen.X, n):
         eye = torch.eye(n, dtype=dtype, device=device).expand(h, n, n)
         s, V = eigh(mixed(0.0 if old is None else old.times(eye), seen.dense()))
-        return Factor(V, s, torch.zeros_like(s[:, 0]))
+        return Factor(V, s, torch.zeros_like(s[:, 0]), count)
     rank = min(rank, n)
     spare = min(n, rank + OVERSAMPLE) - (0 if old is None else old.V.shape[2])
     Z = torch.randn(h, n, spare, generator=generator, dtype=dtype, device=device)
@@ -149,7 +165,7 @@ def updated(
     s, V = _ordered(Z, Z.mT @ times(Z))
     s, V = s[:, :rank], V[:, :, :rank].contiguous()
     trace = mixed(0.0 if old is None else old.trace[:, None, None], seen.trace[:, None, None])[:, 0, 0]
-    return Factor(V, s, ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0) * (rank < n))
+    return Factor(V, s, ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0) * (rank < n), count)
 
 
 def _basis(Z: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from seng.block import Block
 from seng.curvature import Curvature
 from seng.implicit import Implicit, Independent
 from seng.numerics import deviation, reduced, top
-from seng.operators import HALF, Merged, Operator, product
+from seng.operators import HALF, Merged, Operator, product, wide
 from seng.plan import Plan
 from seng.replay import Function, Task
 from seng.sharded import Sharded
@@ -270,5 +270,6 @@ def _factors(U: Implicit | Windows, rank: int, curvature: Curvature, generator: 
     if curvature.combine == "exact" and rank >= U.rank:
         return U
     factors = U.implicit() if isinstance(U, Windows) else U
-    factors = reduced(factors, rank, generator)
+    precision = factors.G.dtype  # half is enough for factors, not for their products
+    factors = reduced(factors.to(wide(precision)), rank, generator).to(precision)
     return Independent(factors.G, factors.A) if curvature.combine == "independent" else factors

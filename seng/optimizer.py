@@ -291,7 +291,8 @@ class SENG(Optimizer):
         with opt.curvature_batch():
             loss(model(x_other), y_other).backward()     # no gradient is left behind; the next step refreshes
 
-        The loss is taken as it is: under a GradScaler, do not scale it.
+        The loss is taken as it is: under a GradScaler, do not scale it. Under autocast, where the steps are: a base asks how
+        precise gradients are.
         """
         return self._covered().curvature_batch()
 

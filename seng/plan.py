@@ -114,7 +114,9 @@ class Plan:
             "merged": d.n * self.rank,
             "plain": 0,
         }
-        return numbers[form] * (2 if d.half and form != "lookup" else d.itemsize)
+        reduced = form == "implicit" and not self.otherwise and self.rank < d.kappa and d.base == "identity"
+        whole = form == "lookup" or (form == "explicit" and d.own is not None) or reduced  # they stay in full precision
+        return numbers[form] * (d.itemsize if whole or not d.half else 2)
 
     @property
     def flops(self) -> int:
@@ -183,7 +185,7 @@ def plan(dims: Sequence[Dims], curvature: Curvature, budget: int | None = None, 
             if sum(p.bytes for p in plans) <= budget:
                 return plans
             rank //= 2
-        largest = max(plans, key=lambda p: p.bytes)
+        largest = max((p for p in plans if p.form != "plain"), key=lambda p: p.bytes)  # of others nothing more can go
         factors = Plan(largest.dims, "implicit", 1, "")
         smaller = largest.form == "merged" and largest.dims.own is None and factors.bytes < largest.bytes
         demoted[largest.dims.name] = "implicit" if smaller else "plain"

@@ -211,30 +211,27 @@ def test_unfreezing_and_freezing_begins_anew(base: str, rank: int) -> None:
 # Precision and compilers
 
 
-@pytest.mark.parametrize(("power", "close"), [(0.5, 0.98), (1.0, 0.7)])
-@pytest.mark.parametrize(("samples", "refreshes"), [(16, 1), (32, 1), (32, 12)])
-def test_rounding_is_not_what_few_samples_are_stepped_along(power: float, close: float, samples: int, refreshes: int) -> None:
+@pytest.mark.parametrize(("samples", "refreshes", "base_rank"), [(16, 1, 128), (36, 1, 32), (32, 12, 128)])
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_rounding_is_not_what_few_samples_are_stepped_along(power: float, samples: int, refreshes: int, base_rank: int) -> None:
     """What no sample had, P⁻¹ makes large: in bfloat16 that used to be nearly all of the direction."""
-    steps = []
-    for mixed in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).float()
-        curvature = seng.Curvature(base="kronecker", power=power, rank=0, base_rank=128)
-        opt = seng.SENG(model, lr=1.0, momentum=0.0, refresh_every=1, curvature=curvature)
-        start = [p.detach().clone() for p in model.parameters()]
-        for i in range(refreshes):
-            generator = torch.Generator().manual_seed(i)
-            x, y = torch.randn(samples, 64, generator=generator).float(), torch.randint(10, (samples,), generator=generator)
-            for p, before in zip(model.parameters(), start, strict=True):
-                p.data.copy_(before)
-            opt.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-                loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            opt.step()
-        steps.append([(p.detach() - before).flatten() for p, before in zip(model.parameters(), start, strict=True)])
-    for exact, rounded in zip(*steps, strict=True):
-        assert float(nn.functional.cosine_similarity(exact, rounded, dim=0)) > close
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)).float()
+    curvature = seng.Curvature(base="kronecker", power=power, rank=0, base_rank=base_rank)
+    opt = seng.SENG(model, lr=0.0, refresh_every=1, curvature=curvature)
+    for i in range(refreshes):
+        generator = torch.Generator().manual_seed(i)
+        x, y = torch.randn(samples, 128, generator=generator).float(), torch.randint(10, (samples,), generator=generator)
+        exact = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+        opt.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+    grads = dict(zip(model.parameters(), exact, strict=True)), {p: p.grad for p in model.parameters()}
+    for site, block in zip(opt.preconditioner.sites, opt.preconditioner.blocks.values(), strict=True):
+        d = [block.solve(site.gather(site.active(), each, torch.float32), 0.01) for each in grads]
+        assert float(nn.functional.cosine_similarity(*d, dim=0)) > 0.93
 
 
 @every_rank
@@ -737,8 +734,7 @@ def test_a_budget_in_the_optimizer_and_in_explain(base: str, rank: int) -> None:
     if base == "kronecker":
         assert 0 < explained.plans[0].base_rank < 128
     for p, entry in zip(explained.plans, opt.diagnostics().values(), strict=True):
-        small = 8 * (4 * 2 * 2 * min(128, p.base_rank) + 16)  # eigenvalues and their powers, and scales
-        assert (0 if rank else p.bytes) <= entry["bytes"] <= p.bytes + small, p  # as yet there may be fewer columns
+        assert (0 if rank else p.bytes) <= entry["bytes"] <= p.bytes + 8, p  # as yet there may be fewer columns
     assert seng.plan.size_of(explained.bytes) in str(explained)
     tight = seng.SENG(model, 0.1, curvature=seng.Curvature(base=base, rank=rank, memory=500))
     with pytest.raises(ValueError, match=f"base='{base}' needs .* where memory=500 allows 500 B: use base='identity' or more"):
@@ -775,9 +771,22 @@ def test_no_more_is_kept_than_explain_says(base: str, given: dict[str, Any], mem
         opt.step()
     assert memory is None or explained.bytes <= memory
     for p, entry in zip(explained.plans, opt.diagnostics().values(), strict=True):
-        small = 4 * p.dims.shape[0] * (4 * 2 * 2 * min(128, p.base_rank) + 16)  # eigenvalues and their powers, and scales
-        assert entry["bytes"] <= p.bytes + small, (p.dims.name, p.form, entry["form"])
+        assert entry["bytes"] <= p.bytes + 4, (p.dims.name, p.form, entry["form"])  # one number scales a basis
         assert p.otherwise is not None or entry["form"] == p.form
+
+
+@pytest.mark.parametrize("choose", [plan, pooled_plan])
+@pytest.mark.parametrize("base", ["kronecker", "diagonal"])
+def test_every_budget_is_kept_or_refused(base: str, choose: Any) -> None:
+    """What is left of a layer without columns is its base, which cannot be given up: others have to be."""
+    layers = [Dims("first", (1, 40, 50), 1, 8, None), Dims("second", (1, 10, 41), 1, 8, None), GROUPED]
+    for given in ({}, {"rank": None, "decay": 0}, {"rank": 0}):
+        for budget in (int(1.15**i) for i in range(40, 110)):
+            curvature = seng.Curvature(base=base, memory=budget, **given)
+            try:
+                assert sum(p.bytes for p in choose(layers, curvature, budget)) <= budget
+            except ValueError as refused:
+                assert budget < 140_000, refused
 
 
 def test_explain_tells_of_the_base() -> None:
@@ -817,7 +826,7 @@ def test_every_number_of_the_diagnostics_is_what_it_says(base: str) -> None:
     assert entry["effective_rank"] == pytest.approx(float(eigenvalues.sum() / eigenvalues.max()))
     assert entry["cosine"] == pytest.approx(float(g @ d / (g.norm() * d.norm())))
     assert entry["norm_ratio"] == pytest.approx(float(d.norm() / g.norm()))
-    numbers = {"kronecker": 4 * 4 + 6 * 6 + (4 + 6) * 4 + 2 + 3, "diagonal": 4 * 24}[base]
+    numbers = {"kronecker": 4 * 4 + 6 * 6 + (4 + 6) * 4 + 2 + 3 + 2, "diagonal": 4 * 24}[base]
     assert entry["bytes"] == 8 * (8 * 24 + 1 + numbers) and entry["columns"] == 8
     alone = seng.SENG(layer, 0.1, curvature=seng.Curvature(base=base, rank=0, decay=0))
     step_of(layer, alone, x, target)
