@@ -26,13 +26,13 @@ for race in "$@"; do
         $seng compare cifar10-resnet18 --optimizers seng-orthogonal muon sgd --label b2048 --batch 2048 --epochs 16 --no-stop --again
         ;;
     gpt) # at equal steps, and in the time that ours takes
-        $seng tune shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label warm --trials 16 --jobs "$jobs"
-        $seng compare shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label warm --no-stop --again
-        ours=$(tail -qn 1 results/shakespeare-gpt/seng-orthogonal-warm-?.jsonl | sed 's/.*"seconds": \([0-9.]*\).*/\1/' | awk '{s += $1} END {print s / NR}')
+        $seng tune shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label search --trials 16 --jobs "$jobs"
+        $seng compare shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label search --no-stop --again
+        ours=$(tail -qn 1 results/shakespeare-gpt/seng-orthogonal-search-?.jsonl | sed 's/.*"seconds": \([0-9.]*\).*/\1/' | awk '{s += $1} END {print s / NR}')
         epochs_in shakespeare-gpt "$ours" adamw muon soap
         for row in "${each[@]}"; do
             read -r name epochs <<<"$row"
-            $seng compare shakespeare-gpt --optimizers "$name" --tuned warm --label time --epochs "$epochs" --no-stop --again
+            $seng compare shakespeare-gpt --optimizers "$name" --tuned search --label time --epochs "$epochs" --no-stop --again
         done
         ;;
     autoencoder) # in four seconds; every optimizer is tuned with as many epochs as it trains in them
