@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from seng.curvature import Curvature
-from seng.plan import Dims, Plan, budget, plan, site_dims, size_of
+from seng.memory import budget, size_of
+from seng.plan import Dims, Plan, plan, site_dims
 from seng.sites import Member, Site, differs, survey
 
 

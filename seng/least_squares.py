@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from seng.checks import check_number
 from seng.linearization import Linear
+from seng.memory import free_memory
 from seng.normal import Solve, normal_equations
 from seng.notices import warn
 from seng.operators import Operator
-from seng.plan import free_memory
 from seng.residuals import Batch, Parameters, Residual, Term, Values, has_samples
 from seng.sketch import Sketch
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from seng.jacobian import COPIES, Part
+from seng.memory import size_of
 from seng.operators import Explicit, Operator, Shape
-from seng.plan import size_of
 from seng.residuals import Batch, Parameters, Term, Values
 
 GRAMS = 3  # the Gram, its factor, and one in the making

@@ -29,10 +29,11 @@ from seng.fisher import Observer, output_of, seeds
 from seng.implicit import Implicit
 from seng.job import Job
 from seng.ledger import Ledger
+from seng.memory import budget
 from seng.notices import Notices, listed, not_captured, not_observed
 from seng.numerics import reduced
 from seng.operators import HALF, Merged, Operator
-from seng.plan import Plan, budget, plan, pooled_plan, site_dims
+from seng.plan import Plan, plan, pooled_plan, site_dims
 from seng.ranks import Ranks
 from seng.refresh import build, grams
 from seng.replay import Replay, write

@@ -735,7 +735,7 @@ def test_a_budget_in_the_optimizer_and_in_explain(base: str, rank: int) -> None:
         assert 0 < explained.plans[0].base_rank < 128
     for p, entry in zip(explained.plans, opt.diagnostics().values(), strict=True):
         assert (0 if rank else p.bytes) <= entry["bytes"] <= p.bytes + 8, p  # as yet there may be fewer columns
-    assert seng.plan.size_of(explained.bytes) in str(explained)
+    assert seng.memory.size_of(explained.bytes) in str(explained)
     tight = seng.SENG(model, 0.1, curvature=seng.Curvature(base=base, rank=rank, memory=500))
     with pytest.raises(ValueError, match=f"base='{base}' needs .* where memory=500 allows 500 B: use base='identity' or more"):
         step_of(model, tight, x, target)
