@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import traceback
@@ -26,6 +27,7 @@ def _serve(rank: int, size: int, store: str, timeout: float, inbox: Any, outbox:
             outbox.put((rank, function(rank, *args), None))
         except BaseException:
             outbox.put((rank, None, traceback.format_exc()))
+    gc.collect()  # networks first: where DDP is the last to hold the group, gloo's thread and Python wait for each other
     dist.destroy_process_group()
 
 

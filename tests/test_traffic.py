@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,8 @@ def count(rank: int, folder: str) -> None:
         assert traffic.bytes == sum(traffic.by_kind.values())
         said[name] = traffic.by_kind, traffic.messages
     Path(folder, f"{rank}.json").write_text(json.dumps(said))
+    del work
+    gc.collect()  # networks first: where DDP is the last to hold the group, gloo's thread and Python wait for each other
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Process groups and what shards parameters."""
 
+import gc
 import tempfile
 
 import torch
@@ -15,6 +16,7 @@ def in_a_group(run):
         try:
             run()
         finally:
+            gc.collect()  # networks first: where DDP is the last to hold the group, gloo and Python wait for each other
             dist.destroy_process_group()
 
 

@@ -15,6 +15,7 @@ processes; an efficiency compares processes that ran one after the other, so wha
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -118,6 +119,15 @@ def measure(rank: int, row: Row, task: Task, setting: Setting, options: Options,
         torch.cuda.set_device(rank)
     meeting = f"file://{folder}/rendezvous"
     dist.init_process_group("nccl" if cuda else "gloo", meeting, TIMEOUT, row.ranks, rank)
+    _raced(rank, row, task, setting, options)
+    if rank == 0:
+        Path(folder, "row.json").write_text(json.dumps(asdict(row)))
+    dist.barrier()
+    gc.collect()  # networks first: gloo waits for a thread, and that for Python, where DDP is the last to hold the group
+    dist.destroy_process_group()
+
+
+def _raced(rank: int, row: Row, task: Task, setting: Setting, options: Options) -> None:
     arena = Arena(task, options)
     arena.unseen = []
     arena.pool = task.batches(arena.seed + 1 + rank, arena.device, task.pool)  # every rank has its own samples
@@ -131,10 +141,6 @@ def measure(rank: int, row: Row, task: Task, setting: Setting, options: Options,
     race(row, entrants, setting, task)
     if not all(bool(e.loss.isfinite()) for e in entrants):
         row.note = "diverged"
-    if rank == 0:
-        Path(folder, "row.json").write_text(json.dumps(asdict(row)))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def count(row: Row, entrants: Sequence[Ranked], every: int, window: int) -> None:
