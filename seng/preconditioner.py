@@ -32,7 +32,7 @@ from seng.ledger import Ledger
 from seng.memory import budget
 from seng.notices import Notices, listed, not_captured, not_observed
 from seng.numerics import reduced
-from seng.operators import HALF, Merged, Operator
+from seng.operators import HALF, Merged, Operator, wide
 from seng.plan import Plan, plan, pooled_plan, site_dims
 from seng.ranks import Ranks
 from seng.refresh import build, grams
@@ -466,7 +466,7 @@ class Preconditioner:
         chosen = self._waiting[size]
         if chosen.form == "implicit" and (chosen.rank < U.rank or self.curvature.combine == "independent"):
             factors = U.implicit() if isinstance(U, Windows) else U
-            return reduced(_wide(factors), chosen.rank, self._generator(self.sites.index(site)))
+            return reduced(factors.to(wide(factors.G.dtype)), chosen.rank, self._generator(self.sites.index(site)))
         if U.G.dtype in HALF and U.G.is_cuda:
             return U  # they are small, and launches in a backward hold it up
         columns = U.n * U.samples * U.dtype.itemsize
@@ -515,11 +515,6 @@ class Preconditioner:
             self.missed = True
         self.loaded = any(p.grad is not None for p in self.trained)
         self._rearm()
-
-
-def _wide(U: Implicit) -> Implicit:
-    """Half precision is enough for captured factors, not for their products."""
-    return U.to(torch.promote_types(U.G.dtype, torch.float32))
 
 
 def _core(block: Block) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import seng
 from seng.base import Diagonal, Kronecker, kept
 from seng.factor import FLOOR, Factor, Moment, updated
+from seng.implicit import Implicit
+from seng.job import _factors
 
 F64 = torch.float64
 
@@ -240,6 +242,30 @@ class TestFactor:
         after = updated(before, Moment(bad, nothing), rank, 0.5, torch.Generator().manual_seed(1))
         C, D = (f.times(torch.eye(30, dtype=F64).expand(2, 30, 30)) for f in (before, after))
         assert naive.relative_error(D[0], C[0]) < 1e-9 and naive.relative_error(D[1], C[1]) < 0.1
+
+
+def test_what_few_samples_had_counts_as_seen_and_no_more() -> None:
+    """Of 60 directions: 8 that are kept, and of the others as many as there were samples."""
+    found = None
+    for seed, count in ((0, 10), (1, 20), (2, 30)):
+        X = torch.randn(1, 60, 10, generator=torch.Generator().manual_seed(seed), dtype=F64)
+        found = updated(found, Moment(X, nothing), 8, 0.5, torch.Generator().manual_seed(0))
+        assert float(found.count) == count
+        kept_values, others = found.eigenvalues(0.5, noise=0.25)  # so much of it that the floor is above the others
+        floor = (60 - count) / count
+        assert float(others) == pytest.approx(floor**0.5) and float(kept_values.min()) >= floor**0.5
+    again = updated(found, Moment(X, nothing), 8, 0.0, torch.Generator().manual_seed(0))
+    assert float(again.count) == 10  # the others are gone
+
+
+def test_factors_in_half_precision_are_reduced_and_stay_so() -> None:
+    """As on a GPU, where captured factors stay in bfloat16, for which there is no QR."""
+    torch.manual_seed(0)
+    U = Implicit(torch.randn(4, 1, 6, 5).to(torch.bfloat16), torch.randn(4, 1, 7, 5).to(torch.bfloat16))
+    small = _factors(U, 5 - 2, seng.Curvature("implicit", decay=0), torch.Generator())
+    assert small.G.dtype == small.A.dtype == torch.bfloat16 and small.rank == 3
+    whole = U.to(F64).explicit().U
+    assert naive.relative_error(small.to(F64).explicit().U, whole) < 0.7
 
 
 def test_the_mean_eigenvalue_is_one_over_all_groups() -> None:
