@@ -128,19 +128,20 @@ def _along(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at ann
 
 def _sent(team: Team, averaging: Averaging | None, bucket: Any) -> torch.futures.Future[Tensor]:
     grads: Tensor = bucket.buffer()
-    local = {} if averaging is None else averaging.local
+    local, received = ({}, {}) if averaging is None else (averaging.local, averaging.received)
     extra = [(p, local[p]) for p in bucket.parameters() if p in local]
     both = torch.cat([grads, *(t.reshape(-1).to(grads.dtype) for _, t in extra)]) if extra else grads
     both.div_(team.size)
     sent = dist.all_reduce(both, group=team.group, async_op=True).get_future()
 
+    # gloo's thread may hold on to this a little longer than the backward takes. It must not hold the averaging: an optimizer that
+    # is gone on one rank would then still be there on another, whose message would be twice as long.
     def arrived(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         whole = done.value()[0]
         if not extra:
             return whole
         parts = whole[grads.numel() :].split([t.numel() for _, t in extra])
-        assert averaging is not None
-        averaging.received |= {p: part.view_as(t).to(t.dtype) for (p, t), part in zip(extra, parts, strict=True)}
+        received.update({p: part.view_as(t).to(t.dtype) for (p, t), part in zip(extra, parts, strict=True)})
         grads.copy_(whole[: grads.numel()])
         return grads
 

@@ -2,6 +2,9 @@
 frozen and unused layers, errors in place of hangs.
 """
 
+import weakref
+from types import SimpleNamespace
+
 import naive
 import pytest
 import torch
@@ -11,6 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import seng
+from seng.averaging import Averaging, _sent
+from seng.distributed import Team
 
 CASES = {case.name: case for case in LAYERS}
 LAM = 0.3
@@ -449,6 +454,29 @@ def without_seng(rank):
 
 def test_nothing_travels_along_once_the_optimizer_is_gone(two):
     assert all(sent == gradient for sent, gradient in two(without_seng))
+
+
+class Sent:
+    """A message whose callback somebody still holds, as gloo's thread does for a while."""
+
+    def get_future(self):
+        return self
+
+    def then(self, callback):
+        self.callback = callback
+        return self
+
+
+def test_a_message_does_not_keep_the_averaging(monkeypatch):
+    sent = Sent()
+    monkeypatch.setattr("seng.averaging.dist.all_reduce", lambda *_, **__: sent)
+    p = nn.Parameter(torch.ones(3))
+    averaging = Averaging(Team("lagged", 2), nn.Linear(1, 1), local={p: torch.ones(3)})
+    bucket = SimpleNamespace(buffer=lambda: torch.zeros(3), parameters=lambda: [p])
+    _sent(averaging.team, averaging, bucket)
+    gone = weakref.ref(averaging)
+    del averaging
+    assert gone() is None and callable(sent.callback)
 
 
 def bucket_views(rank):
