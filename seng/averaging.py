@@ -134,8 +134,8 @@ def _sent(team: Team, averaging: Averaging | None, bucket: Any) -> torch.futures
     both.div_(team.size)
     sent = dist.all_reduce(both, group=team.group, async_op=True).get_future()
 
-    # gloo's thread may hold on to this a little longer than the backward takes. It must not hold the averaging: an optimizer that
-    # is gone on one rank would then still be there on another, whose message would be twice as long.
+    # gloo's thread may hold on to this a little longer than the backward takes. It must not hold the averaging: an optimizer
+    # that is gone on one rank would then still be there on another, whose message would be twice as long.
     def arrived(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         whole = done.value()[0]
         if not extra:

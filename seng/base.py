@@ -11,14 +11,19 @@ p = 1 is K-FAC's metric, p = 1/2 its square root (of the diagonal: Adam's). P is
     λ(UUᵀ + λP)⁻¹g = P^{-½} λ(ŨŨᵀ + λI)⁻¹ g̃
 
 so that λ is relative to the top eigenvalue there, and λ → ∞ leaves P⁻¹g.
+
+P alone (`rank=0`) has no U for λ to act on. There λ bounds C from below, much as K-FAC's damping does: eigenvalues of C_G and
+C_A below √λ of their mean count as that (of v: below λ). So λ → ∞ leaves P = I, which is SGD.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,13 +36,28 @@ from seng.operators import HALF, Explicit, Merged, Operator, Shape, wide
 from seng.windows import Windows
 
 EXPONENTS = (-1.0, -0.5, 0.5)
+T = TypeVar("T", "Kronecker", "Diagonal")
+
+COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
+SAMPLES = 16  # and of at least so many samples
+
+
+class Weights(dict[float, tuple[Tensor, ...]]):
+    """What P^e takes for each of EXPONENTS, worked out when it is first asked for: P alone needs one of them."""
+
+    def __init__(self, of: Callable[[float], tuple[Tensor, ...]]) -> None:
+        self.of = of
+
+    def __missing__(self, exponent: float) -> tuple[Tensor, ...]:
+        self[exponent] = self.of(exponent)
+        return self[exponent]
 
 
 class Base(ABC):
     """P, through its powers."""
 
-    weights: dict[float, tuple[Tensor, ...]]
     power: float
+    weights: Weights
 
     @abstractmethod
     def times(self, X: Tensor, exponent: float) -> Tensor:
@@ -50,6 +70,10 @@ class Base(ABC):
     @abstractmethod
     def white(self, U: Operator, rank: int | None = None) -> Operator:
         """P^{-½}U; `rank`: of the factors that are kept of it, where not all are."""
+
+    @abstractmethod
+    def spectrum(self) -> tuple[float, float, float]:
+        """Of C itself, or v: the largest eigenvalue, the trace and the mean."""
 
     @property
     def bytes(self) -> int:
@@ -73,26 +97,39 @@ class Kronecker(Base):
     A: Factor
     power: float
     noise: float = 0.0  # of gradients, by rounding
+    least: float = 0.0  # what counts at least, of the eigenvalues of C_G ⊗ C_A
+    relative: bool = True  # whether that is in units of their mean
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def weights(self) -> Weights:  # type: ignore[override]
         """P_G^e = c_G(I + V_G diag(w_G) V_Gᵀ) and so for A: w_G (h, r, 1), w_A (h, 1, r) and c = c_G·c_A (h, 1, 1)."""
-        weights = {}
-        sides = [(f, *f.eigenvalues(self.power, self.noise)) for f in (self.G, self.A)]
+        least = _least(self.least, self.relative, self.G.average * self.A.average) ** 0.5
+        sides = [(f, *f.powers(self.power, self.noise, least)) for f in (self.G, self.A)]
         of_G, of_A = (f.mean(kept, others) for f, kept, others in sides)
         mean = (of_G * of_A).mean()  # P's, over all groups
-        for exponent in EXPONENTS:
+
+        def of(exponent: float) -> tuple[Tensor, ...]:
             (w_G, c_G), (w_A, c_A) = (_relative(f, kept**exponent, others**exponent) for f, kept, others in sides)
-            weights[exponent] = w_G[:, :, None], w_A[:, None, :], (c_G * c_A / mean**exponent)[:, None, None]
-        object.__setattr__(self, "weights", weights)
+            return w_G[:, :, None], w_A[:, None, :], (c_G * c_A / mean**exponent)[:, None, None]
+
+        return Weights(of)
 
     def times(self, X: Tensor, exponent: float) -> Tensor:
-        w_G, w_A, c = self.weights[exponent]
-        X = X + self.G.V @ (w_G * (self.G.V.mT @ X))
-        return c * (X + ((X @ self.A.V) * w_A) @ self.A.V.mT)
+        (w_G, w_A, c), V_G, V_A = self.weights[exponent], self.G.V, self.A.V
+        if X.dim() == 3:  # at every step: as few calls as possible
+            X = torch.baddbmm(X, V_G, torch.bmm(V_G.mT, X).mul_(w_G))
+            return torch.baddbmm(X, torch.bmm(X, V_A).mul_(w_A), V_A.mT).mul_(c)
+        X = X + V_G @ (w_G * (V_G.mT @ X))
+        return c * (X + ((X @ V_A) * w_A) @ V_A.mT)
 
     def tensors(self) -> list[Tensor]:
         kept = [t for f in (self.G, self.A) for t in (f.V, f.s, f.rest, f.count)]
         return kept + [t for exponent in EXPONENTS for t in self.weights[exponent]]
+
+    def spectrum(self) -> tuple[float, float, float]:
+        trace = float((self.G.trace * self.A.trace).sum())
+        largest = float((self.G.s.amax(1) * self.A.s.amax(1)).max())
+        return largest, trace, float(self.G.average * self.A.average)
 
     def white(self, U: Operator, rank: int | None = None) -> Operator:
         """Of factors G_i → P_G^{-½}G_i and A_i → P_A^{-½}A_i; column by column where these are fewer numbers."""
@@ -111,11 +148,17 @@ class Diagonal(Base):
 
     v: Tensor  # (n,)
     power: float
+    least: float = 0.0  # as Kronecker's, of v
+    relative: bool = True
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def weights(self) -> Weights:  # type: ignore[override]
+        """P^e."""
         mean = self.v.mean()
-        P = (self.v / torch.where(mean > 0, mean, 1)).clamp_min(FLOOR) ** self.power
-        object.__setattr__(self, "weights", {exponent: ((P / P.mean()) ** exponent,) for exponent in EXPONENTS})
+        least = _least(self.least, self.relative, mean).clamp(FLOOR, self.v.numel())
+        P = torch.maximum(self.v / torch.where(mean > 0, mean, 1), least) ** self.power
+        P = P / P.mean()
+        return Weights(lambda exponent: (P**exponent,))
 
     def times(self, X: Tensor, exponent: float) -> Tensor:
         return X * self.weights[exponent][0].view(X.shape[-3:])
@@ -123,11 +166,20 @@ class Diagonal(Base):
     def tensors(self) -> list[Tensor]:
         return [self.v, *(self.weights[exponent][0] for exponent in EXPONENTS)]
 
+    def spectrum(self) -> tuple[float, float, float]:
+        return float(self.v.max()), float(self.v.sum()), float(self.v.mean())
+
     def white(self, U: Operator, rank: int | None = None) -> Operator:
         if not isinstance(U, Lookup):
             return _columns(self, U)
         rows = self.weights[-0.5][0].view(U.shape)[0][U.tokens]
         return replace(U, G=(U.G * rows).to(U.G.dtype))
+
+
+def _least(damping: float, relative: bool, mean: Tensor) -> Tensor:
+    """λ in units of the mean eigenvalue; an absolute one has no meaning where all are 0."""
+    lam = torch.full_like(mean, damping)
+    return lam if relative else torch.where(mean > 0, lam / torch.where(mean > 0, mean, 1), 0)
 
 
 def _relative(factor: Factor, kept: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,12 +223,10 @@ def renewed(
         known = isinstance(old, Diagonal) and old.v.shape == v.shape
         before = cast(Diagonal, old).v if known else v
         fine = v.isfinite().all()
-        return Diagonal(torch.where(fine, decay * before + (1 - decay) * v, before if known else 0), power), fine
+        P = Diagonal(torch.where(fine, decay * before + (1 - decay) * v, before if known else 0), power)
+        return _ready(P), fine
     assert isinstance(U, Implicit | Windows)
-    factors = U.implicit() if isinstance(U, Windows) else U
-
-    sides = (factors.G, 1.0), (factors.A, 1 / max(1, U.samples))  # G_i carries 1/√ϱ
-    seen = [Moment(side.permute(1, 2, 0, 3).flatten(2), total, scale) for side, scale in sides]  # of X (h, n, ϱr)
+    seen = _outputs(U, total), _inputs(U, total)
     fine = seen[0].trace.isfinite() & seen[1].trace.isfinite()  # both sides or none
 
     def factor(side: Moment, before: Factor | None) -> Factor:
@@ -184,7 +234,37 @@ def renewed(
         return updated(before if alike else None, side, rank, decay, generator, fine)
 
     G, A = (old.G, old.A) if isinstance(old, Kronecker) else (None, None)
-    return Kronecker(factor(seen[0], G), factor(seen[1], A), power, noise(precision)), fine.all()
+    return _ready(Kronecker(factor(seen[0], G), factor(seen[1], A), power, noise(precision))), fine.all()
+
+
+def _ready(P: T) -> T:
+    """On a GPU all of P is worked out now, and not first inside a recording, which would use that memory again."""
+    if (P.v if isinstance(P, Diagonal) else P.G.V).is_cuda:
+        P.tensors()
+    return P
+
+
+def _outputs(U: Implicit | Windows, total: Total) -> Moment:
+    """C_G of all that was captured; G_i carries 1/√ϱ."""
+    G = U.G if isinstance(U, Implicit) else (U.G * U.scale).flatten(2)[:, None]
+    return Moment(_side_by_side(G), total)
+
+
+def _inputs(U: Implicit | Windows, total: Total) -> Moment:
+    """C_A of so many samples, evenly spread, that it has COLUMNS for each row; in float64 of all.
+
+    Positions of an image are many and alike, and their second moment would cost more than the layer itself. It is samples that
+    are left out: of positions, those at the border would no longer have their share.
+    """
+    spare = 1 if U.dtype == torch.float64 else U.samples * U.rank // (COLUMNS * U.shape[2])
+    every = max(1, min(spare, U.samples // SAMPLES))
+    X = _side_by_side(U.A[::every]) if isinstance(U, Implicit) else U.inputs(every)[None]
+    return Moment(X, total, U.rank / max(1, X.shape[2]))  # Σ over positions, mean over samples
+
+
+def _side_by_side(X: Tensor) -> Tensor:
+    """(ϱ, h, n, κ) -> (h, n, ϱκ)."""
+    return X.permute(1, 2, 0, 3).flatten(2)
 
 
 def numbers(shape: Shape, metric: Metric, rank: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class Block:
     failures: Tensor = field(init=False)  # solves that fell back to the plain gradient; on the device, so that no step waits
     sketch_error: Tensor | None = field(init=False, default=None)  # of a merged basis: see `numerics.deviation`
     core: tuple[float, Tensor, Tensor] | None = field(init=False, default=None)  # (damping, λ, (λI + K)⁻¹)
+    bound: float | None = field(init=False, default=None)  # the damping that bounds a P that is alone; None: to be done
 
     def __post_init__(self) -> None:
         self.Xi = self.omega.of(self.U)
@@ -54,19 +55,29 @@ class Block:
 
         And on a CPU, where nothing is recorded that would have to find them in their places.
         """
-        alike = (
-            gram.is_cuda
-            and isinstance(omega, Identity)
-            and isinstance(self.omega, Identity)
-            and signature(U) == signature(self.U)
-        )
+        if not gram.is_cuda:
+            return None
+        alike = isinstance(omega, Identity) and isinstance(self.omega, Identity) and signature(U) == signature(self.U)
         ours, theirs = ([] if b is None else b.tensors() for b in (self.base, base))
         alike = alike and _kind(self.base) == _kind(base) and [t.shape for t in ours] == [t.shape for t in theirs]
         if not alike or (gram.shape, gram.dtype, relative) != (self.gram.shape, self.gram.dtype, self.relative):
             return None
         self.core = None if self.core is None else (math.nan, *self.core[1:])  # to be written to as well
+        self.bound = None
         own, new = [*self.U.tensors(), self.gram, self.top, *ours], [*U.tensors(), gram, top, *theirs]
         return [(to, t) for to, t in zip(own, new, strict=True) if to is not t]
+
+    def bind(self, damping: float) -> None:
+        """Bound a P that is alone from below by λ, in place on a GPU, where steps are recorded."""
+        if self.base is None or self.bound == damping:
+            return
+        bounded = replace(self.base, least=damping, relative=self.relative)
+        if self.gram.is_cuda:
+            pairs = zip(self.base.tensors(), bounded.tensors(), strict=True)
+            write([(to, t) for to, t in pairs if to is not t])
+        else:
+            self.base = bounded
+        self.bound = damping
 
     def solve(self, g: Tensor, damping: float) -> Tensor:
         """λ(M + λP)⁻¹g."""
@@ -77,8 +88,8 @@ class Block:
         d = self._based(g, lam, inverse)
         if not self.graft:
             return d
-        length = torch.linalg.vector_norm(d)
-        grafted: Tensor = d * (torch.linalg.vector_norm(g) / torch.where(length > 0, length, 1))
+        length = torch.linalg.vector_norm(d).clamp_min(torch.finfo(d.dtype).tiny)
+        grafted: Tensor = d * (torch.linalg.vector_norm(g) / length)
         return grafted
 
     def _based(self, g: Tensor, lam: Tensor, inverse: Tensor) -> Tensor:

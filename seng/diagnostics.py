@@ -93,6 +93,15 @@ def compare_energies(g: Tensor, b: Tensor, c: Tensor, lam: Tensor) -> tuple[Tens
     return torch.where(zero, 1, along / (size * length).clamp_min(tiny)), torch.where(zero, 1, length / size.clamp_min(tiny))
 
 
+def _spectrum(block: Block) -> tuple[float, float, float | None]:
+    """The largest eigenvalue and the trace of M, and λ; of a P that is alone, of C."""
+    if block.base is not None and not block.U.samples:
+        largest, trace, mean = block.base.spectrum()
+        return largest, trace, None if block.bound is None else block.bound * (mean if block.relative else 1)
+    values, _ = eigh(block.gram)
+    return float(block.top), float(values.sum()), None if block.core is None else float(block.core[1])
+
+
 KEYS = (
     *("form", "base", "columns", "bytes", "refreshed_at", "refresh_seconds", "top_eigenvalue", "effective_rank", "damping"),
     *("cosine", "norm_ratio", "sketch_error", "solves_failed"),
@@ -103,8 +112,7 @@ def describe(block: Block | None, last: Refresh | None) -> dict[str, Any]:
     """One layer's numbers; None where they are not known: without curvature, or after a checkpoint until the next refresh."""
     if block is None:
         return dict.fromkeys(KEYS) | {"form": "plain"}
-    values, _ = eigh(block.gram)
-    largest = float(values.max()) if len(values) else 0.0
+    largest, trace, damping = _spectrum(block)
     cosine, norm_ratio = (None, None) if last is None else map(float, last.compared())
     return {
         "form": "implicit" if isinstance(block.U, Windows) else type(block.U).__name__.lower(),
@@ -113,9 +121,9 @@ def describe(block: Block | None, last: Refresh | None) -> dict[str, Any]:
         "bytes": block.U.bytes + (0 if block.base is None else block.base.bytes),
         "refreshed_at": None if last is None else last.step,
         "refresh_seconds": None if last is None else last.timer.seconds,
-        "top_eigenvalue": float(block.top),
-        "effective_rank": float(values.sum()) / largest if largest > 0 else 0.0,
-        "damping": None if block.core is None else float(block.core[1]),
+        "top_eigenvalue": largest,
+        "effective_rank": trace / largest if largest > 0 else 0.0,
+        "damping": damping,
         "cosine": cosine,
         "norm_ratio": norm_ratio,
         "sketch_error": _sketch_error(block),
@@ -124,6 +132,8 @@ def describe(block: Block | None, last: Refresh | None) -> dict[str, Any]:
 
 
 def _sketch_error(block: Block) -> float | None:
+    if not block.U.samples:
+        return 0.0
     if isinstance(block.U, Merged):
         return None if block.sketch_error is None else float(block.sketch_error)
     if isinstance(block.omega, Identity):

@@ -21,7 +21,7 @@ from seng.operators import product, wide
 FLOOR = 1e-3  # of the mean eigenvalue, the least that counts: inputs never active would be stepped along without bound
 UNSEEN = 1e-6  # of the largest eigenvalue: what is below was in no sample, up to rounding
 FIRST, LATER = 6, 2  # products of a range finder: it begins at random, later ones where the last one ended
-GRAM = 8192  # rows n up to which a batch's xxᵀ is worked out once, for a moment, in place of twice an iteration
+GRAM = 8192  # rows n up to which a batch's xxᵀ is worked out once, for a moment, where there are as many columns
 
 EVERY = torch.tensor(math.inf)
 
@@ -51,14 +51,31 @@ class Factor:
         """CZ of Z (h, n, w)."""
         return self.rest[:, None, None] * Z + self.V @ ((self.s - self.rest[:, None])[:, :, None] * (self.V.mT @ Z))
 
-    def eigenvalues(self, power: float, noise: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Those of max(C, floor)^power, V's (h, r) and all others' (h,), for C of mean eigenvalue 1; all 1 where C is zero."""
+    @property
+    def average(self) -> Tensor:
+        """The mean of all eigenvalues, ()."""
         h, n, _ = self.V.shape
-        mean = self.trace.sum() / (h * n)
+        return self.trace.sum() / (h * n)
+
+    def eigenvalues(self, power: float, noise: float = 0.0, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Those of max(C, floor)^power, V's (h, r) and all others' (h,), for C of mean eigenvalue 1; all 1 where C is zero.
+
+        `least`: what the floor is at least. A C whose eigenvalues are all below it counts as a multiple of I.
+        """
+        h, n, _ = self.V.shape
+        mean = self.average
+        floor = self._floor(power, noise)
+        floor = floor if least is None else torch.maximum(floor, least.clamp_max(h * n))
+        floor = torch.where(mean > 0, floor, 1)
         mean = torch.where(mean > 0, mean, 1)
-        floor = torch.where(self.trace.sum() > 0, self._floor(power, noise), 1)
         kept, others = (torch.maximum(e / mean, floor) ** power for e in (self.s, self.rest))
         return kept, others
+
+    def powers(self, power: float, noise: float, least: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, brought to a mean of 1: so what is a multiple of I is I to the last digit."""
+        kept, others = self.eigenvalues(power, noise, least)
+        unit = self.mean(kept, others).mean()
+        return kept / unit, others / unit
 
     def _floor(self, power: float, noise: float) -> Tensor:
         """The least eigenvalue that counts, above FLOOR where gradients are too noisy for that.
@@ -105,12 +122,19 @@ class Moment:
 
     @cached_property
     def _sums(self) -> tuple[Tensor, Tensor]:
-        small = self.X.shape[1] <= GRAM
-        squares = self._local.diagonal(dim1=1, dim2=2) if small else self.X.to(wide(self.X.dtype)).square().sum(2) * self.scale
-        trace = squares.sum(1)
+        if self._once:
+            trace = self._local.diagonal(dim1=1, dim2=2).sum(1)
+        else:
+            trace = self.X.to(wide(self.X.dtype)).square().sum((1, 2)) * self.scale
         count = torch.full((), self.X.shape[2], dtype=trace.dtype, device=trace.device)
         self.total([trace, count])
         return trace, count
+
+    @property
+    def _once(self) -> bool:
+        """Whether XXᵀ is worked out, in place of products with X and Xᵀ in each iteration."""
+        _, n, N = self.X.shape
+        return n <= min(N, GRAM)
 
     @cached_property
     def _local(self) -> Tensor:
@@ -124,8 +148,11 @@ class Moment:
 
     def times(self, Z: Tensor) -> Tensor:
         """XXᵀZ of Z (h, n, w)."""
-        if self.X.shape[1] <= GRAM:
+        if self._once:
             out = self._local @ Z
+        elif self.X.shape[1] <= GRAM:  # few columns, which need not be kept in half precision
+            X = self.X.to(Z.dtype)
+            out = X @ (X.mT @ Z) * self.scale
         else:
             out = product(self.X, product(self.X.mT, Z.to(self.X.dtype)).to(self.X.dtype)) * self.scale
         self.total([out])

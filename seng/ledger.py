@@ -114,4 +114,6 @@ class Ledger:
             if plan is not None and refresh is not None:
                 self.plans[index], self.refreshes[index], self.failures[index] = plan, refresh, failures
             block.sketch_error, block.core, block.failures = old.sketch_error, old.core, old.failures
+            if old.bound is not None:
+                block.bind(old.bound)
         return max((refresh.step for refresh in self.refreshes.values()), default=None)

@@ -254,6 +254,9 @@ class Preconditioner:
                 network.share([self.blocks[i] for i in used], [self.sites[i].damping(damping) for i in used])
             else:
                 factorize([(self.blocks[i], self.sites[i].damping(damping)) for i in used], self.replay)
+            if self.curvature.rank == 0:
+                for i in used:
+                    self.blocks[i].bind(self.sites[i].damping(damping))
             solves = {i: Solve(self.sites[i], self.ledger.covered[i], self.blocks[i], *_core(self.blocks[i])) for i in used}
             if kept is not None and kept[:4] == (damping, given, updates, traced) and kept[4].renewed(list(solves.values())):
                 out = kept[4]

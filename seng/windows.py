@@ -72,6 +72,17 @@ class Windows(Operator):
         G = self.G if self.scale == 1 else self.G * self.scale
         return Implicit(G.flatten(2)[:, None], A[:, None])
 
+    def inputs(self, every: int = 1) -> Tensor:
+        """Â_i side by side (n_A, N), of every so many samples."""
+        d = len(self.kernel)
+        pad = [amount for side in reversed(self.padding) for amount in (side, side)]
+        x = F.pad(self.a[::every], pad) if any(pad) else self.a[::every]
+        for i in range(d):
+            x = x.unfold(2 + i, self.dilation[i] * (self.kernel[i] - 1) + 1, self.stride[i])[..., :: self.dilation[i]]
+        x = x.permute(1, *range(2 + d, 2 + 2 * d), 0, *range(2, 2 + d))  # (C, *kernel, ϱ, *out)
+        A = x.reshape(self.shape[2] - self.bias, -1)
+        return torch.cat([A, A.new_ones(1, A.shape[1])]) if self.bias else A
+
     def _sides(self) -> tuple[Tensor, Tensor]:
         """Ĝᵀ (ϱ, κ, n_G) and Âᵀ (ϱ, κ, ∏kernel·C), kernel first and channels last."""
         pad = [amount for side in reversed(self.padding) for amount in (side, side)]

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import seng
-from seng.base import Diagonal, Kronecker, kept
+from seng.base import Diagonal, Kronecker, _inputs, kept
 from seng.factor import FLOOR, Factor, Moment, updated
 from seng.implicit import Implicit
 from seng.job import _factors
+from seng.windows import Windows
 
 F64 = torch.float64
 
@@ -48,11 +49,11 @@ def moments(layer: nn.Module, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor
     return A.mT @ A, G.mT @ G, naive.fisher(u), u.square().mean(0), grad
 
 
-def metric(base: str, C_A: Tensor, C_G: Tensor, v: Tensor, power: float) -> Tensor:
-    """P, dense."""
+def metric(base: str, C_A: Tensor, C_G: Tensor, v: Tensor, power: float, least: float = 0.0) -> Tensor:
+    """P, dense; `least`: the λ that bounds a P that is alone."""
     if base == "kronecker":
-        return naive.kronecker_metric(C_A, C_G, power, FLOOR)
-    return naive.diagonal_metric(v, power, FLOOR)
+        return naive.kronecker_metric(C_A, C_G, power, max(FLOOR, least**0.5))
+    return naive.diagonal_metric(v, power, max(FLOOR, least))
 
 
 def together(layer: nn.Module, rows: Tensor) -> Tensor:
@@ -107,24 +108,75 @@ def test_averaged_curvature_is_carried_over_to_the_new_coordinates(kind: str, ba
         assert naive.relative_error(step(opt, layer, x, target), want) < 1e-9
 
 
+@pytest.mark.parametrize("damping", [1e-6, 0.03, 2.0])
+@pytest.mark.parametrize("kind", ["convolution", "linear", "grouped"])
 @pytest.mark.parametrize("base", ["kronecker", "diagonal"])
-def test_without_low_rank_it_is_the_inverse_of_p(base: str) -> None:
-    layer = nn.Conv2d(2, 3, 3, padding=1).to(F64)
-    x, target = batch(layer, (2, 5, 4), 1)
-    opt = seng.SENG(layer, 1.0, momentum=0.0, curvature=seng.Curvature(base=base, rank=0, decay=0, graft=False))
+def test_without_low_rank_it_is_the_inverse_of_p_bounded_by_the_damping(base: str, kind: str, damping: float) -> None:
+    make, shape = LAYERS[kind]
+    layer = make().to(F64)
+    x, target = batch(layer, shape, 1)
+    curvature = seng.Curvature(base=base, rank=0, decay=0, graft=False)
+    opt = seng.SENG(layer, 1.0, momentum=0.0, damping=damping, refresh_every=2, curvature=curvature)
     C_A, C_G, _, v, g = moments(layer, x, target)
-    P = metric(base, C_A, C_G, v, 0.5)
+    P = metric(base, C_A, C_G, v, 0.5, damping)
     assert naive.relative_error(step(opt, layer, x, target), torch.linalg.solve(P, g)) < 1e-9
-    numbers = opt.diagnostics()["Conv2d"]
-    assert numbers["columns"] == 0 and numbers["base"] == base
+    opt.param_groups[0]["damping"] = 0.1  # acts at the next step, which is no refresh
+    P = metric(base, C_A, C_G, v, 0.5, 0.1)
+    assert naive.relative_error(step(opt, layer, x, target), torch.linalg.solve(P, g)) < 1e-9
+    (numbers,) = opt.diagnostics().values()
+    e = torch.cat([torch.kron(*map(torch.linalg.eigvalsh, pair)) for pair in zip(C_G, C_A, strict=True)]) / len(x) ** 2
+    mean = float(C_A.diagonal(dim1=1, dim2=2).mean() * C_G.diagonal(dim1=1, dim2=2).mean()) / len(x) ** 2
+    e, mean = (v, float(v.mean())) if base == "diagonal" else (e, mean)
+    assert numbers["columns"] == 0 and numbers["base"] == base and numbers["solves_failed"] == 0
+    assert numbers["top_eigenvalue"] == pytest.approx(float(e.max())) and numbers["damping"] == pytest.approx(0.1 * mean)
+    assert numbers["effective_rank"] == pytest.approx(float(e.sum() / e.max()))
 
 
-def test_much_damping_leaves_the_inverse_of_p() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("base", ["kronecker", "diagonal"])
+def test_p_alone_with_much_damping_is_sgd(base: str, relative: bool, dtype: torch.dtype) -> None:
+    """For every size of factor, whole or not; and grafted or not."""
+    torch.manual_seed(0)
+    for graft in (True, False):
+        model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(24, 40), nn.Linear(40, 3)).to(
+            dtype
+        )
+        twin = copy.deepcopy(model)
+        curvature = seng.Curvature(base=base, rank=0, base_rank=16, relative_damping=relative, graft=graft)
+        pairs = (
+            (model, seng.SENG(model, 0.1, damping=1e12, refresh_every=2, curvature=curvature)),
+            (twin, torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)),
+        )
+        for net, opt in pairs:
+            for seed in range(4):
+                x = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+                opt.zero_grad()
+                net(x).square().mean().backward()
+                opt.step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9 if dtype == F64 else 1e-5, atol=1e-12 if dtype == F64 else 1e-7)
+
+
+def test_an_absolute_damping_bounds_the_eigenvalues_themselves() -> None:
+    layer = nn.Linear(4, 3).to(F64)
+    x, target = batch(layer, (4,), 1)
+    C_A, C_G, _, v, g = moments(layer, x, target)
+    mean = float(C_A.diagonal(dim1=1, dim2=2).mean() * C_G.diagonal(dim1=1, dim2=2).mean()) / len(x) ** 2
+    for base, unit in (("kronecker", mean), ("diagonal", float(v.mean()))):
+        curvature = seng.Curvature(base=base, rank=0, decay=0, graft=False, relative_damping=False)
+        opt = seng.SENG(layer, 1.0, momentum=0.0, damping=0.2 * unit, curvature=curvature)
+        P = metric(base, C_A, C_G, v, 0.5, 0.2)
+        assert naive.relative_error(step(opt, layer, x, target), torch.linalg.solve(P, g)) < 1e-9
+
+
+def test_much_damping_leaves_the_inverse_of_p_where_there_is_low_rank() -> None:
     layer = nn.Linear(4, 3).to(F64)
     x, target = batch(layer, (4,), 1)
     setting = {"base": "kronecker", "decay": 0, "graft": False}
     some, alone = (
-        seng.SENG(layer, 1.0, momentum=0.0, damping=1e12, curvature=seng.Curvature(rank=rank, **setting)) for rank in (16, 0)
+        seng.SENG(layer, 1.0, momentum=0.0, damping=damping, curvature=seng.Curvature(rank=rank, **setting))
+        for rank, damping in ((16, 1e12), (0, 1e-6))
     )
     assert naive.relative_error(step(some, layer, x, target), step(alone, layer, x, target)) < 1e-9
 
@@ -242,6 +294,37 @@ class TestFactor:
         after = updated(before, Moment(bad, nothing), rank, 0.5, torch.Generator().manual_seed(1))
         C, D = (f.times(torch.eye(30, dtype=F64).expand(2, 30, 30)) for f in (before, after))
         assert naive.relative_error(D[0], C[0]) < 1e-9 and naive.relative_error(D[1], C[1]) < 0.1
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_few_columns_are_not_multiplied_out(self, dtype: torch.dtype) -> None:
+        X = self.draw(n=30, N=7).to(dtype)
+        seen = Moment(X, nothing, 0.5)
+        Z = torch.randn(2, 30, 4, dtype=torch.promote_types(dtype, torch.float32), generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(seen.times(Z), (0.5 * X.to(Z.dtype) @ X.to(Z.dtype).mT) @ Z, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(seen.trace, 0.5 * X.to(Z.dtype).square().sum((1, 2)))
+        assert "_local" not in vars(seen)
+
+
+def test_the_inputs_of_a_convolution_side_by_side() -> None:
+    torch.manual_seed(0)
+    for kernel, stride, padding, dilation, bias in (((3, 2), (2, 1), (1, 0), (1, 2), 1), ((1, 1), (1, 1), (0, 0), (1, 1), 0)):
+        a = torch.randn(5, 3, 7, 6)
+        out = nn.functional.unfold(a, kernel, dilation, padding, stride).shape[2]
+        U = Windows(torch.randn(5, 4, out, 1), a, kernel, stride, padding, dilation, bias)
+        A = U.implicit().A[:, 0]  # (ϱ, n_A, κ)
+        assert torch.equal(U.inputs(), A.permute(1, 0, 2).flatten(1))
+        assert torch.equal(U.inputs(2), A[::2].permute(1, 0, 2).flatten(1))
+
+
+def test_of_many_positions_some_samples_are_enough_but_in_float64() -> None:
+    torch.manual_seed(0)
+    U = Implicit(torch.randn(64, 1, 4, 36), torch.randn(64, 1, 5, 36) * torch.logspace(0, -1, 5)[:, None])
+    whole, some = _inputs(U, nothing), _inputs(U.to(torch.float32), nothing)
+    assert whole.X.shape[2] == 64 * 36 and some.X.shape[2] == 16 * 36
+    torch.testing.assert_close(whole.dense(), torch.einsum("ihnk,ihmk->hnm", U.A, U.A) / 64)
+    assert naive.relative_error(some.dense().to(F64), whole.dense()) < 0.1
+    few = Implicit(torch.randn(64, 1, 4, 1), torch.randn(64, 1, 50, 1)).to(torch.float32)
+    assert _inputs(few, nothing).X.shape[2] == 64  # none to spare
 
 
 def test_what_few_samples_had_counts_as_seen_and_no_more() -> None:
