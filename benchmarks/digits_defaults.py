@@ -6,6 +6,7 @@ python benchmarks/digits_defaults.py               # four minutes on a CPU; prin
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -15,22 +16,29 @@ import torch
 
 import seng
 from seng.lab.demo import TUNING_SEEDS, Recipe, Run, digits, split
+from seng.ranks import usual
 
-LR = 0.1  # SENG's best on this task
+LR = 0.05  # SENG's best on this task
 KNOBS: dict[str, list[Any]] = {
-    "damping": [0.001, 0.003, 0.01, 0.03, 0.1, 1.0],
+    "nesterov": [False, True],
+    "damping": [1e-4, 1e-3, 0.01, 0.1, 1.0, 100.0],
     "refresh_every": [5, 10, 20, 50, 100],
-    "rank": [4, 8, 16, 32, 64],
+    "base_rank": [8, 16, 32, 64, 128],
+    "power": [0.25, 0.5, 0.75, 1.0],
     "decay": [0.0, 0.5, 0.8, 0.95],
     "samples": [16, 32, None],
-    "form": ["merged", "explicit", "implicit"],
+    "graft": [True, False],
+    "base": ["identity", "diagonal", "kronecker"],
+    "rank": [0, 16],
 }
 
 
 def build(model: torch.nn.Module, lr: float, knob: str, value: Any) -> seng.SENG:
-    if knob in ("damping", "refresh_every"):
+    if knob in ("nesterov", "damping", "refresh_every"):
         return seng.SENG(model, lr=lr, **{knob: value})
-    return seng.SENG(model, lr=lr, curvature=seng.Curvature(**{knob: value}))
+    if value == "identity":
+        return seng.SENG(model, lr=2 * lr, curvature=seng.Curvature())  # low rank over λI, at its own best lr
+    return seng.SENG(model, lr=lr, curvature=replace(usual(model), **{knob: value}))
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ gpt2 = GPT2LMHeadModel(GPT2Config(n_positions=64, bos_token_id=0, eos_token_id=0
 seng.layers.arrange(gpt2.transformer.wpe, None)  # positions are not samples: it keeps the plain gradient
 losses = []
 for model in (gpt2, llama):
-    opt = seng.SENG(model, lr=0.1, strict=True)  # strict: every parameter must be covered or left out on request
+    opt = seng.SENG(model, lr=0.2, strict=True)  # strict: every parameter must be covered or left out on request
     for _ in range(80):
         batch = blocks[torch.randint(len(blocks), (16,))]
         opt.zero_grad()

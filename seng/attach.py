@@ -13,6 +13,7 @@ from seng.checks import check_number, check_options
 from seng.curvature import Curvature, Units
 from seng.optimizer import SENG
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
+from seng.ranks import usual
 from seng.state import nested
 
 
@@ -111,7 +112,7 @@ def attach(
         raise TypeError("SENG preconditions its own gradients: attach is for other optimizers")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"attach takes a torch optimizer first and the module second, not {type(optimizer).__name__}")
-    curvature = Curvature() if curvature is None else curvature
+    curvature = usual(module, strategy) if curvature is None else curvature
     check_options(curvature, refresh_every, units)
     if curvature.none:
         raise ValueError("attach: Curvature(form='plain') keeps no curvature, so there would be nothing to attach")

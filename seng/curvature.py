@@ -13,6 +13,7 @@ Combine = Literal["exact", "independent"]
 Blocks = Literal["layer", "network"]
 Metric = Literal["identity", "kronecker", "diagonal"]
 Units = Literal["sgd", "paper"]
+BASE_RANK = 32  # where SENG chooses: more costs more and gained nothing on digits and the small race
 PLAIN_REFUSES = ("samples", "sketch", "combine", "decay", "fisher", "blocks", "memory", "base", "graft")  # what it would ignore
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from seng.curvature import Curvature
 from seng.memory import budget, size_of
 from seng.plan import Dims, Plan, plan, site_dims
+from seng.ranks import usual
 from seng.sites import Member, Site, differs, survey
 
 
@@ -56,7 +57,7 @@ def explain(module: nn.Module, batch: Any, curvature: Curvature | None = None) -
     `batch` is what the module takes: a tensor, a tuple of arguments or a dict of keywords; of an (inputs, targets) pair the
     first is taken when the module has one argument. Nothing about the module changes, running statistics included.
     """
-    curvature = Curvature() if curvature is None else curvature
+    curvature = usual(module) if curvature is None else curvature
     sites, uncovered = survey(module, (p for p in module.parameters() if p.requires_grad))
     calls = _shapes(module, batch, [member for site in sites for member in site.members])
     counts = Counter([a.shape[0] for seen in calls.values() for a, _ in seen][::-1])  # the backward's order

@@ -1,6 +1,7 @@
 """What a user touches: `SENG`, a torch optimizer. Algorithm 2.
 
-One step: d = λ(M + λI)⁻¹g per layer; d += weight_decay·θ; momentum and update as torch's SGD has them. So λ → ∞ is exactly SGD.
+One step: d = λ(M + λI)⁻¹g per layer, or P⁻¹g; d += weight_decay·θ; momentum and update as torch's SGD has them. So λ → ∞ is
+exactly SGD.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from seng.distributed import team_of
 from seng.notices import warn
 from seng.orthogonal import Orthogonal
 from seng.preconditioner import DAMPING, REFRESH_EVERY, Preconditioner
+from seng.ranks import usual
 from seng.solver import Quick, Ready
 from seng.state import nested
 
@@ -35,6 +37,9 @@ class SENG(Optimizer):
     `orthogonal` live in the param groups; a layer takes the damping of its weight's group. The defaults of damping (relative
     to each layer's largest eigenvalue) and refresh_every, and why: docs/tuning.md. With `orthogonal`, layers step by the polar
     factor of their momentum, as Muon does: seng/orthogonal.py.
+
+    Without a `curvature` it is P alone, a Kronecker metric (seng/base.py), which learns faster than low rank over λI does; the
+    latter, `curvature=seng.Curvature()`, with `orthogonal`, and where parameters are spread over ranks or directions averaged.
     """
 
     def __init__(
@@ -59,9 +64,10 @@ class SENG(Optimizer):
             if module is not None and module is not params:
                 raise ValueError("the first argument is a module and module=… is another: give one of them")
             module, params = params, list(params.parameters())
-        curvature = Curvature() if curvature is None else curvature
-        check_options(curvature, refresh_every, units)
         team_of(strategy, module)  # refuses what there is not
+        if curvature is None:
+            curvature = Curvature() if orthogonal else usual(module, strategy)
+        check_options(curvature, refresh_every, units)
         self.preconditioner: Preconditioner | None = None
         self._forget_step()
         defaults = {

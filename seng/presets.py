@@ -34,11 +34,3 @@ def orthogonal(momentum: float = 0.85, weight_decay: float = 0.05, curvature: Cu
         "orthogonal": True,
         "curvature": curvature,
     }
-
-
-def kronecker(base_rank: int = 32) -> dict[str, Any]:
-    """A square root of K-FAC's metric alone, with directions as long as gradients: docs/race.md.
-
-    It learns small networks faster than λI does. On a GPU its refreshes are not fast yet, and `orthogonal` gets further there.
-    """
-    return {"nesterov": True, "curvature": Curvature(base="kronecker", rank=0, base_rank=base_rank)}

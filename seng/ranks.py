@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from seng.averaging import Averaging, Covered
 from seng.block import Block
-from seng.curvature import Curvature
+from seng.curvature import BASE_RANK, Curvature
 from seng.distributed import Census, bits, census, check_alike, check_weights, team_of
 from seng.operators import Merged, Operator
 from seng.plan import Plan, plan, site_dims
@@ -21,6 +21,17 @@ from seng.pool import Share, empty, pooled
 from seng.samples import Samples
 from seng.sharded import is_sharded
 from seng.sites import Site
+
+
+def usual(module: nn.Module | None, strategy: str | None = None) -> Curvature:
+    """What is kept where nothing is asked for: P alone, the best robust setting found (docs/race.md, docs/tuning.md).
+
+    Low rank over λI where there are no whole layers, or no one curvature for all ranks, to make P from.
+    """
+    spread = module is not None and any(is_sharded(p) for p in module.parameters())
+    if spread or team_of(strategy, module).averages:
+        return Curvature()
+    return Curvature(base="kronecker", rank=0, base_rank=BASE_RANK)
 
 
 class Ranks:

@@ -85,7 +85,7 @@ def test_every_optimizer_starts_alike_and_sees_the_same_batches() -> None:
 
 
 def test_every_learning_rate_is_inside_its_grid_and_every_grid_has_the_same_size() -> None:
-    assert [recipe.name for recipe in demo.RECIPES] == ["SENG", "SENG-Kron", "SGD", "Adam", "K-FAC"]
+    assert [recipe.name for recipe in demo.RECIPES] == ["SENG", "SENG-Nesterov", "SGD", "Adam", "K-FAC"]
     for recipe in demo.RECIPES:
         assert recipe.lr in recipe.grid[1:-1], recipe.name  # at the edge the search would not be over
         assert [b / a for a, b in pairwise(recipe.grid)] == pytest.approx([2] * 4), recipe.name

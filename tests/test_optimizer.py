@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import seng
+from seng.ranks import usual
 from seng.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
 
 PAPER = {"relative_damping": False, "decay": 0}
@@ -426,13 +427,29 @@ def test_a_failed_factorization_falls_back_to_the_plain_gradient_and_is_counted(
 
 def test_diagnostics_tell_form_rank_and_bytes():
     model = network()
-    opt = seng.SENG(model, lr=0.01)
+    opt = seng.SENG(model, lr=0.01, curvature=seng.Curvature())
     train(model, opt, 1)
     report = opt.diagnostics()
     assert list(report) == ["0", "1", "4"]
     for entry in report.values():
         assert entry["form"] == "merged" and entry["bytes"] > 0 and entry["top_eigenvalue"] > 0
         assert 1 <= entry["effective_rank"] <= entry["columns"] and entry["solves_failed"] == 0
+
+
+def test_what_is_kept_without_a_curvature_is_a_kronecker_metric_alone():
+    """The README's one line; and what `explain` and `attach` take is the same."""
+    model = network()
+    opt = seng.SENG(model, lr=0.01)
+    train(model, opt, 1)
+    report = opt.diagnostics()
+    assert {entry["base"] for entry in report.values()} == {"kronecker", "diagonal"}
+    for entry in report.values():
+        assert entry["columns"] == 0 and entry["bytes"] > 0 and entry["norm_ratio"] == pytest.approx(1)
+        assert entry["effective_rank"] >= 1 and entry["top_eigenvalue"] > 0 and entry["damping"] > 0
+    twin = copy.deepcopy(model)
+    handle = seng.attach(torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9), twin)
+    assert handle.preconditioner.curvature == opt.preconditioner.curvature == usual(model)
+    assert seng.SENG(twin, orthogonal=True).preconditioner.curvature == seng.Curvature()
 
 
 def test_refresh_on_the_first_step_and_then_every_T():
@@ -585,7 +602,7 @@ def test_add_param_group_that_completes_a_layer_or_is_refused():
 
 def test_a_checkpoint_of_other_shapes_or_damping_loads_without_its_curvature():
     small, large = nn.Linear(3, 4), nn.Linear(4, 3)
-    saved, other = seng.SENG(small, lr=0.1, momentum=0.0), seng.SENG(large, lr=0.1, momentum=0.0)
+    saved, other = (seng.SENG(m, lr=0.1, momentum=0.0, curvature=seng.Curvature()) for m in (small, large))
     small(torch.randn(5, 3)).square().mean().backward()
     saved.step()
     other.load_state_dict(saved.state_dict())

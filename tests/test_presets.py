@@ -7,7 +7,7 @@ from torch import nn
 import seng
 
 
-@pytest.mark.parametrize("name", ["paper", "orthogonal", "kronecker"])
+@pytest.mark.parametrize("name", ["paper", "orthogonal"])
 def test_presets_are_arguments_of_seng(name: str) -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
     opt = seng.SENG(model, 0.1, **getattr(seng.presets, name)())

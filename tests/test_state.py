@@ -164,7 +164,7 @@ def test_a_checkpoint_loads_in_another_precision(dtype):
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
 def test_rolling_back_to_a_folder_from_other_shapes(flat, tmp_path):
     how = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, opt = built({})
+    model, opt = built({"curvature": seng.Curvature()})
     train(model, opt, 0, 1)
     dcp.save({"optim": get_optimizer_state_dict(model, opt, options=how)}, checkpoint_id=tmp_path)
     kept = opt.preconditioner.blocks[1].gram.clone()

@@ -13,7 +13,7 @@ from torch import nn
 
 import seng
 from seng import schedules
-from seng.curvature import Combine, Form, Metric
+from seng.curvature import BASE_RANK, Combine, Form, Metric
 from seng.kronecker import why_plain
 from seng.lab.muon import MuonAndAdamW
 from seng.lab.names import unknown
@@ -196,7 +196,7 @@ class KFAC(Damped):
 
 @dataclass(frozen=True)
 class SENG(Damped):
-    """Ours, with the library's defaults where it has them."""
+    """Ours, low rank: with the defaults of `seng.Curvature`."""
 
     damping: float = DAMPING
     relative_damping: bool = True
@@ -240,6 +240,20 @@ class SENG(Damped):
 
     def optimizer(self, model: nn.Module) -> Steps:
         return seng.SENG(model, self.lr, curvature=self.curvature, **self.options())
+
+
+@dataclass(frozen=True)
+class KroneckerSENG(SENG):
+    """Ours, with what `seng.SENG(model, lr)` takes by itself: a Kronecker metric alone."""
+
+    rank: int | None = 0
+    power: float = 0.5
+    base_rank: int = BASE_RANK
+    name: ClassVar[str] = "seng-kronecker"
+
+    @property
+    def curvature(self) -> seng.Curvature:
+        return self.kept(base="kronecker", power=self.power, base_rank=self.base_rank)
 
 
 @dataclass(frozen=True)
@@ -293,7 +307,7 @@ class OrthogonalSENG(SENG):
         return {**super().options(), "orthogonal": self.orthogonal}
 
 
-KINDS = (SENG, OrthogonalSENG, PaperSENG, SGD, Adam, AdamW, KFAC, Muon, SOAP, Shampoo)
+KINDS = (SENG, KroneckerSENG, OrthogonalSENG, PaperSENG, SGD, Adam, AdamW, KFAC, Muon, SOAP, Shampoo)
 RECIPES: dict[str, type[Recipe]] = {kind.name: kind for kind in KINDS}
 
 

@@ -23,7 +23,7 @@ def _():
 def _():
     model = mlp()
     groups = [{"params": model[0].parameters(), "damping": 0.1, "lr": 0.01}, {"params": model[2:].parameters()}]
-    opt = seng.SENG(groups, lr=0.05, module=model, weight_decay=0.01)
+    opt = seng.SENG(groups, lr=0.05, module=model, weight_decay=0.01, curvature=seng.Curvature())
     loop(model, opt)
     assert opt.diagnostics()["0"]["damping"] == pytest.approx(0.1 * opt.diagnostics()["0"]["top_eigenvalue"])
 
