@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from seng.operators import HALF, Explicit, Merged, Operator, Shape, wide
 from seng.windows import Windows
 
 EXPONENTS = (-1.0, -0.5, 0.5)
+ALONE = EXPONENTS[:1]  # what P alone needs
 T = TypeVar("T", "Kronecker", "Diagonal")
 
 COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
@@ -43,7 +44,7 @@ SAMPLES = 16  # and of at least so many samples
 
 
 class Weights(dict[float, tuple[Tensor, ...]]):
-    """What P^e takes for each of EXPONENTS, worked out when it is first asked for: P alone needs one of them."""
+    """What P^e takes for each exponent, worked out when it is first asked for."""
 
     def __init__(self, of: Callable[[float], tuple[Tensor, ...]]) -> None:
         self.of = of
@@ -57,7 +58,13 @@ class Base(ABC):
     """P, through its powers."""
 
     power: float
+    alone: bool
     weights: Weights
+
+    @property
+    def exponents(self) -> tuple[float, ...]:
+        """Those that are kept."""
+        return ALONE if self.alone else EXPONENTS
 
     @abstractmethod
     def times(self, X: Tensor, exponent: float) -> Tensor:
@@ -99,6 +106,7 @@ class Kronecker(Base):
     noise: float = 0.0  # of gradients, by rounding
     least: float = 0.0  # what counts at least, of the eigenvalues of C_G ⊗ C_A
     relative: bool = True  # whether that is in units of their mean
+    alone: bool = False  # whether there is no U beside it
 
     @cached_property
     def weights(self) -> Weights:  # type: ignore[override]
@@ -124,7 +132,7 @@ class Kronecker(Base):
 
     def tensors(self) -> list[Tensor]:
         kept = [t for f in (self.G, self.A) for t in (f.V, f.s, f.rest, f.count)]
-        return kept + [t for exponent in EXPONENTS for t in self.weights[exponent]]
+        return kept + [t for exponent in self.exponents for t in self.weights[exponent]]
 
     def spectrum(self) -> tuple[float, float, float]:
         trace = float((self.G.trace * self.A.trace).sum())
@@ -150,6 +158,7 @@ class Diagonal(Base):
     power: float
     least: float = 0.0  # as Kronecker's, of v
     relative: bool = True
+    alone: bool = False
 
     @cached_property
     def weights(self) -> Weights:  # type: ignore[override]
@@ -164,7 +173,7 @@ class Diagonal(Base):
         return X * self.weights[exponent][0].view(X.shape[-3:])
 
     def tensors(self) -> list[Tensor]:
-        return [self.v, *(self.weights[exponent][0] for exponent in EXPONENTS)]
+        return [self.v, *(self.weights[exponent][0] for exponent in self.exponents)]
 
     def spectrum(self) -> tuple[float, float, float]:
         return float(self.v.max()), float(self.v.sum()), float(self.v.mean())
@@ -177,9 +186,9 @@ class Diagonal(Base):
 
 
 def _least(damping: float, relative: bool, mean: Tensor) -> Tensor:
-    """λ in units of the mean eigenvalue; an absolute one has no meaning where all are 0."""
+    """λ in units of the mean eigenvalue; an absolute one is above any that are 0."""
     lam = torch.full_like(mean, damping)
-    return lam if relative else torch.where(mean > 0, lam / torch.where(mean > 0, mean, 1), 0)
+    return lam if relative else torch.where(mean > 0, lam / torch.where(mean > 0, mean, 1), torch.inf)
 
 
 def _relative(factor: Factor, kept: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,23 +219,25 @@ def renewed(
     rank: int,
     decay: float,
     precision: torch.dtype,
-    generator: Any,
+    generator: torch.Generator,
     total: Total,
+    ranks: int,
+    alone: bool,
 ) -> tuple[Kronecker | Diagonal, Tensor]:
-    """P after another refresh, from the captured U of this rank, and whether that was finite; `total` adds up over ranks.
+    """P after another refresh, from the captured U of this rank, and whether that was finite; `total` adds up over the ranks.
 
-    `precision` is the least that gradients were worked out in.
+    `precision` is the least that gradients were worked out in. What ranks have captured is averaged, as their gradients are.
     """
     if not kronecker:
-        v = U.row_norms()
+        v = U.row_norms() / ranks
         total([v])
         known = isinstance(old, Diagonal) and old.v.shape == v.shape
         before = cast(Diagonal, old).v if known else v
         fine = v.isfinite().all()
-        P = Diagonal(torch.where(fine, decay * before + (1 - decay) * v, before if known else 0), power)
+        P = Diagonal(torch.where(fine, decay * before + (1 - decay) * v, before if known else 0), power, alone=alone)
         return _ready(P), fine
     assert isinstance(U, Implicit | Windows)
-    seen = _outputs(U, total), _inputs(U, total)
+    seen = _outputs(U, total, ranks), _inputs(U, total, ranks, generator.initial_seed())
     fine = seen[0].trace.isfinite() & seen[1].trace.isfinite()  # both sides or none
 
     def factor(side: Moment, before: Factor | None) -> Factor:
@@ -234,7 +245,7 @@ def renewed(
         return updated(before if alike else None, side, rank, decay, generator, fine)
 
     G, A = (old.G, old.A) if isinstance(old, Kronecker) else (None, None)
-    return _ready(Kronecker(factor(seen[0], G), factor(seen[1], A), power, noise(precision))), fine.all()
+    return _ready(Kronecker(factor(seen[0], G), factor(seen[1], A), power, noise(precision), alone=alone)), fine.all()
 
 
 def _ready(P: T) -> T:
@@ -244,22 +255,23 @@ def _ready(P: T) -> T:
     return P
 
 
-def _outputs(U: Implicit | Windows, total: Total) -> Moment:
+def _outputs(U: Implicit | Windows, total: Total, ranks: int = 1) -> Moment:
     """C_G of all that was captured; G_i carries 1/√ϱ."""
     G = U.G if isinstance(U, Implicit) else (U.G * U.scale).flatten(2)[:, None]
-    return Moment(_side_by_side(G), total)
+    return Moment(_side_by_side(G), total, 1 / ranks)
 
 
-def _inputs(U: Implicit | Windows, total: Total) -> Moment:
+def _inputs(U: Implicit | Windows, total: Total, ranks: int = 1, seed: int = 0) -> Moment:
     """C_A of so many samples, evenly spread, that it has COLUMNS for each row; in float64 of all.
 
     Positions of an image are many and alike, and their second moment would cost more than the layer itself. It is samples that
-    are left out: of positions, those at the border would no longer have their share.
+    are left out: of positions, those at the border would no longer have their share. The seed says which is the first.
     """
     spare = 1 if U.dtype == torch.float64 else U.samples * U.rank // (COLUMNS * U.shape[2])
     every = max(1, min(spare, U.samples // SAMPLES))
-    X = _side_by_side(U.A[::every]) if isinstance(U, Implicit) else U.inputs(every)[None]
-    return Moment(X, total, U.rank / max(1, X.shape[2]))  # Σ over positions, mean over samples
+    taken = slice(seed % every, None, every)
+    X = _side_by_side(U.A[taken]) if isinstance(U, Implicit) else U.inputs(taken)[None]
+    return Moment(X, total, U.rank / max(1, X.shape[2]) / ranks)  # Σ over positions, mean over samples
 
 
 def _side_by_side(X: Tensor) -> Tensor:
@@ -267,12 +279,13 @@ def _side_by_side(X: Tensor) -> Tensor:
     return X.permute(1, 2, 0, 3).flatten(2)
 
 
-def numbers(shape: Shape, metric: Metric, rank: int) -> int:
+def numbers(shape: Shape, metric: Metric, rank: int, alone: bool) -> int:
     """How many are kept of one layer's P."""
     h, n_G, n_A = shape
     r_G, r_A = min(rank, n_G), min(rank, n_A)
-    each = 1 + len(EXPONENTS)
-    kronecker = h * (n_G * r_G + n_A * r_A + each * (r_G + r_A) + 2 + len(EXPONENTS)) + 2
+    exponents = len(ALONE if alone else EXPONENTS)
+    each = 1 + exponents
+    kronecker = h * (n_G * r_G + n_A * r_A + each * (r_G + r_A) + 2 + exponents) + 2
     return {"identity": 0, "kronecker": kronecker, "diagonal": each * math.prod(shape)}[metric]
 
 

@@ -69,7 +69,7 @@ class Block:
 
     def bind(self, damping: float) -> None:
         """Bound a P that is alone from below by λ, in place on a GPU, where steps are recorded."""
-        if self.base is None or self.bound == damping:
+        if self.base is None or self.U.samples or self.bound == damping:
             return
         bounded = replace(self.base, least=damping, relative=self.relative)
         if self.gram.is_cuda:
@@ -77,6 +77,7 @@ class Block:
             write([(to, t) for to, t in pairs if to is not t])
         else:
             self.base = bounded
+            bounded.tensors()  # now: a compiler that traces the step would trace this too
         self.bound = damping
 
     def solve(self, g: Tensor, damping: float) -> Tensor:

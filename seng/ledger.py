@@ -32,6 +32,7 @@ class Ledger:
         self.plans: dict[int, Plan] = {}
         self.failures: dict[int, int] = {}  # refreshes that had to be dropped
         self.refreshes: dict[int, Refresh] = {}  # the last one of each
+        self.others: list[str] = []  # whose loaded curvature is of another kind than is asked for
         self.checked: set[int] = set()  # whose samples were seen to add up to the gradient
 
     def knows(self, index: int) -> bool:
@@ -97,8 +98,11 @@ class Ledger:
         block = unpack_block(site, active, entry["block"])
         if block is not None:
             block.relative, block.graft = curvature.relative_damping, curvature.grafts
-            if base.kept(block.base, curvature.base, curvature.power):
+            mixed = bool(block.U.samples) and curvature.rank == 0  # U beside a P that is to be alone
+            if base.kept(block.base, curvature.base, curvature.power) and not mixed:
                 self.blocks[index], self.covered[index] = block, active
+            else:
+                self.others.append(site.name)
 
     def records(self, sites: Sequence[Site]) -> dict[nn.Parameter, Record]:
         """What a checkpoint leaves out, by lead parameter: for sites that are surveyed anew."""

@@ -65,9 +65,7 @@ class SENG(Optimizer):
                 raise ValueError("the first argument is a module and module=… is another: give one of them")
             module, params = params, list(params.parameters())
         team_of(strategy, module)  # refuses what there is not
-        if curvature is None:
-            curvature = Curvature() if orthogonal else usual(module, strategy)
-        check_options(curvature, refresh_every, units)
+        check_options(curvature or Curvature(), refresh_every, units)
         self.preconditioner: Preconditioner | None = None
         self._forget_step()
         defaults = {
@@ -82,6 +80,8 @@ class SENG(Optimizer):
         check_group(defaults)
         self._units = units
         super().__init__(params, defaults)
+        if curvature is None:
+            curvature = Curvature() if self._orthogonal else usual(module, strategy)
         self._engine = partial(
             Preconditioner, curvature=curvature, refresh_every=refresh_every, units=units, strict=strict, strategy=strategy
         )
@@ -352,7 +352,12 @@ class SENG(Optimizer):
             return
         self.preconditioner.load_state(curvature)
         entries = () if self.preconditioner.curvature.none else curvature.values()
-        if any(int(entry.get("step", 0)) for entry in entries) and not any("block" in entry for entry in entries):
+        if others := len(self.preconditioner.ledger.others):
+            warn(
+                f"the loaded curvature of {others} layers is of another kind than this optimizer keeps: the next step "
+                "refreshes it. To go on with low rank, once SENG's default: curvature=seng.Curvature()"
+            )
+        elif any(int(entry.get("step", 0)) for entry in entries) and not any("block" in entry for entry in entries):
             warn(
                 "the loaded state has no curvature: the next step refreshes it. torch.distributed.checkpoint loads only "
                 "what is there already: call seng.expect_curvature before dcp.load"

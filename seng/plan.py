@@ -99,7 +99,7 @@ class Plan:
     @property
     def bytes(self) -> int:
         """Memory of U and P between refreshes, at most."""
-        base = numbers(self.dims.shape, self.base, self.base_rank)
+        base = numbers(self.dims.shape, self.base, self.base_rank, not self.rank)
         return max(self._bytes(self.form), self._bytes(self.otherwise or "plain")) + base * self.dims.itemsize
 
     def _bytes(self, form: Kept) -> int:

@@ -254,9 +254,8 @@ class Preconditioner:
                 network.share([self.blocks[i] for i in used], [self.sites[i].damping(damping) for i in used])
             else:
                 factorize([(self.blocks[i], self.sites[i].damping(damping)) for i in used], self.replay)
-            if self.curvature.rank == 0:
-                for i in used:
-                    self.blocks[i].bind(self.sites[i].damping(damping))
+            for i in used:
+                self.blocks[i].bind(self.sites[i].damping(damping))
             solves = {i: Solve(self.sites[i], self.ledger.covered[i], self.blocks[i], *_core(self.blocks[i])) for i in used}
             if kept is not None and kept[:4] == (damping, given, updates, traced) and kept[4].renewed(list(solves.values())):
                 out = kept[4]
@@ -383,6 +382,8 @@ class Preconditioner:
                 decay=self.curvature.averaging,
                 precision=torch.bfloat16 if self.coarse else self.sites[index].dtype,
                 generator=self._generator(index, "base"),
+                ranks=team.size if team.pools else 1,
+                alone=not chosen.rank,
                 total=lambda sums: team.sum_(list(sums), "adding up a base") if team.pools and team.many else None,
             )
             return P.white(U, chosen.rank if chosen.form == "implicit" else None) if chosen.rank else U

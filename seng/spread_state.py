@@ -38,7 +38,9 @@ def unpack_block(site: Site, active: tuple[Segment, ...], entry: Mapping[str, An
     if PARTS not in entry:
         if block.U.shape != site.shape(active):
             return None
-        return replace(block, U=site.spread(active, block.U.explicit().U.T)) if site.sharded else block
+        if not site.sharded or block.base is not None:  # a base is not spread, and so not kept either
+            return block
+        return replace(block, U=site.spread(active, block.U.explicit().U.T))
     parts = [entry[PARTS][str(i)] for i in range(len(entry[PARTS]))]
     if [part.shape[:-1] for part in parts] != [p.shape for p in params]:
         return None

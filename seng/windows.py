@@ -72,11 +72,11 @@ class Windows(Operator):
         G = self.G if self.scale == 1 else self.G * self.scale
         return Implicit(G.flatten(2)[:, None], A[:, None])
 
-    def inputs(self, every: int = 1) -> Tensor:
-        """Â_i side by side (n_A, N), of every so many samples."""
-        d = len(self.kernel)
+    def inputs(self, taken: slice = slice(None)) -> Tensor:
+        """Â_i side by side (n_A, N), of some samples."""
+        d, a = len(self.kernel), self.a[taken]
         pad = [amount for side in reversed(self.padding) for amount in (side, side)]
-        x = F.pad(self.a[::every], pad) if any(pad) else self.a[::every]
+        x = F.pad(a, pad) if any(pad) else a
         for i in range(d):
             x = x.unfold(2 + i, self.dilation[i] * (self.kernel[i] - 1) + 1, self.stride[i])[..., :: self.dilation[i]]
         x = x.permute(1, *range(2 + d, 2 + 2 * d), 0, *range(2, 2 + d))  # (C, *kernel, ϱ, *out)

@@ -158,6 +158,28 @@ def test_p_alone_with_much_damping_is_sgd(base: str, relative: bool, dtype: torc
             torch.testing.assert_close(p, q, rtol=1e-9 if dtype == F64 else 1e-5, atol=1e-12 if dtype == F64 else 1e-7)
 
 
+@pytest.mark.parametrize("relative", [True, False])
+def test_p_alone_with_much_damping_is_sgd_where_a_side_is_zero(relative: bool) -> None:
+    """The first layer behind a last one of zeros: no gradient reaches it in the first step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(F64)
+    nn.init.zeros_(model[2].weight)
+    twin = copy.deepcopy(model)
+    curvature = seng.Curvature(base="kronecker", rank=0, relative_damping=relative, graft=False)
+    pairs = (
+        (model, seng.SENG(model, 0.1, damping=1e12, curvature=curvature)),
+        (twin, torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)),
+    )
+    x, target = torch.randn(8, 4, dtype=F64), torch.randn(8, 3, dtype=F64)
+    for net, opt in pairs:
+        for _ in range(5):
+            opt.zero_grad()
+            naive.loss_of(net(x), target).backward()
+            opt.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
 def test_an_absolute_damping_bounds_the_eigenvalues_themselves() -> None:
     layer = nn.Linear(4, 3).to(F64)
     x, target = batch(layer, (4,), 1)
@@ -313,7 +335,7 @@ def test_the_inputs_of_a_convolution_side_by_side() -> None:
         U = Windows(torch.randn(5, 4, out, 1), a, kernel, stride, padding, dilation, bias)
         A = U.implicit().A[:, 0]  # (ϱ, n_A, κ)
         assert torch.equal(U.inputs(), A.permute(1, 0, 2).flatten(1))
-        assert torch.equal(U.inputs(2), A[::2].permute(1, 0, 2).flatten(1))
+        assert torch.equal(U.inputs(slice(1, None, 2)), A[1::2].permute(1, 0, 2).flatten(1))
 
 
 def test_of_many_positions_some_samples_are_enough_but_in_float64() -> None:
@@ -325,6 +347,8 @@ def test_of_many_positions_some_samples_are_enough_but_in_float64() -> None:
     assert naive.relative_error(some.dense().to(F64), whole.dense()) < 0.1
     few = Implicit(torch.randn(64, 1, 4, 1), torch.randn(64, 1, 50, 1)).to(torch.float32)
     assert _inputs(few, nothing).X.shape[2] == 64  # none to spare
+    firsts = {float(_inputs(U.to(torch.float32), nothing, 1, seed).X[0, 0, 0]) for seed in range(8)}
+    assert firsts == set(U.A[:4, 0, 0, 0].float().tolist())  # of every four, now this one and now that
 
 
 def test_what_few_samples_had_counts_as_seen_and_no_more() -> None:

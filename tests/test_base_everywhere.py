@@ -387,6 +387,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:seng. the loaded curvature of . layers is of another kind")
 @pytest.mark.parametrize("after", SETTINGS, ids=str)
 @pytest.mark.parametrize("before", SETTINGS, ids=str)
 def test_a_checkpoint_of_another_setting_loads_and_its_base_is_soon_the_one_asked_for(
@@ -408,6 +409,24 @@ def test_a_checkpoint_of_another_setting_loads_and_its_base_is_soon_the_one_aske
         assert block.graft == (asked != "identity") and (block.U.samples == 0) == (after.get("rank") == 0)
         assert block.base is None or block.base.power == after.get("power", 0.5)
     assert values(model).isfinite().all()
+
+
+def test_a_checkpoint_of_another_kind_is_told_of() -> None:
+    """Of low rank, which was SENG's default; and of a P that was not alone, whose U is in the coordinates of another."""
+    for before in (seng.Curvature(), seng.Curvature(base="kronecker", base_rank=32)):
+        model, opt = test_state.built({"curvature": before})
+        test_state.train(model, opt, 0, 6)
+        other = seng.SENG(model, lr=0.05, refresh_every=4)
+        with pytest.warns(UserWarning, match="of another kind than this optimizer keeps: the next step refreshes it"):
+            other.load_state_dict(opt.state_dict())
+        assert all(block.U.samples == 0 for block in other.preconditioner.blocks.values())
+
+
+def test_groups_that_are_orthogonal_take_low_rank() -> None:
+    model = nn.Linear(4, 3)
+    for groups in ([{"params": list(model.parameters()), "orthogonal": True}], model):
+        opt = seng.SENG(groups, module=model, orthogonal=groups is model)
+        assert opt.preconditioner.curvature == seng.Curvature()
 
 
 @every_rank
@@ -580,7 +599,10 @@ def test_every_sketch_gives_a_descent_direction(sketch: Any, form: str) -> None:
 # Several ranks
 
 
-@pytest.mark.parametrize("given", [{"rank": 10**3}, {"rank": 0}, {"rank": 10**3, "decay": 0}], ids=str)
+ALONE = [{"rank": 0}, {"rank": 0, "relative_damping": False, "graft": False}]
+
+
+@pytest.mark.parametrize("given", [{"rank": 10**3}, *ALONE, {"rank": 10**3, "decay": 0}], ids=str)
 @every_base
 def test_shared_curvature_is_that_of_one_process(two: Any, base: str, given: dict[str, Any]) -> None:
     options = {"base": base, **given}
@@ -588,6 +610,27 @@ def test_shared_curvature_is_that_of_one_process(two: Any, base: str, given: dic
     assert torch.equal(*found)
     start, want = (train_ranks(0, steps, {"form": "merged", **options}, None) for steps in (0, 7))
     assert naive.relative_error(found[0] - start, want - start) < 1e-9
+
+
+def told(rank: int, base: str, sizes: list[int] | None) -> list[dict[str, Any]]:
+    model = network()
+    wrapped = DistributedDataParallel(model) if sizes else model
+    opt = seng.SENG(wrapped, curvature=seng.Curvature(base=base, rank=0), strategy=None if sizes else "local")
+    x, target = torch.randn(12, 1, 4, 4), torch.randn(12, 3)
+    part = slice(6 * rank, 6 * rank + 6) if sizes else slice(None)
+    step_of(wrapped, opt, x[part], target[part])
+    return [
+        {key: entry[key] for key in ("top_eigenvalue", "effective_rank", "damping")} for entry in opt.diagnostics().values()
+    ]
+
+
+@every_base
+def test_numbers_of_p_alone_are_those_of_one_process(two: Any, base: str) -> None:
+    torch.manual_seed(0)
+    want = told(0, base, None)
+    for found in two(told, base, [6, 6]):
+        for got, one in zip(found, want, strict=True):
+            assert got == pytest.approx(one)
 
 
 @pytest.mark.parametrize("given", [{"rank": 6}, {"rank": 0}, {"rank": 6, "memory": 40_000}], ids=str)
@@ -839,11 +882,12 @@ def test_every_number_of_the_diagnostics_is_what_it_says(base: str) -> None:
     assert entry["cosine"] == pytest.approx(float(g @ d / (g.norm() * d.norm())))
     assert entry["norm_ratio"] == pytest.approx(float(d.norm() / g.norm()))
     numbers = {"kronecker": 4 * 4 + 6 * 6 + (4 + 6) * 4 + 2 + 3 + 2, "diagonal": 4 * 24}[base]
+    fewer = {"kronecker": 4 * 4 + 6 * 6 + (4 + 6) * 2 + 2 + 1 + 2, "diagonal": 2 * 24}[base]
     assert entry["bytes"] == 8 * (8 * 24 + 1 + numbers) and entry["columns"] == 8
     alone = seng.SENG(layer, 0.1, curvature=seng.Curvature(base=base, rank=0, decay=0))
     step_of(layer, alone, x, target)
     entry = alone.diagnostics()["Linear"]
-    assert entry["bytes"] == 8 * (1 + numbers) and entry["columns"] == 0 and entry["top_eigenvalue"] > 0
+    assert entry["bytes"] == 8 * (1 + fewer) and entry["columns"] == 0 and entry["top_eigenvalue"] > 0
     assert entry["norm_ratio"] == pytest.approx(1) and entry["solves_failed"] == 0
 
 

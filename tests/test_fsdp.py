@@ -186,6 +186,37 @@ def test_a_state_that_only_the_first_rank_has_is_refreshed_by_all(two):
     assert torch.equal(first, second) and count == other
 
 
+def to_and_fro(rank):
+    """What SENG keeps by itself differs: P where parameters are whole, low rank where they are spread."""
+    import warnings
+
+    from torch.distributed.checkpoint import state_dict as sd
+
+    part, out = parts(12, dist.get_world_size())[rank], []
+    for before, after in (("ddp", "fsdp"), ("fsdp", "ddp")):
+        state = {}
+        for how in (before, after):
+            model = wrapped(how)
+            opt = seng.SENG(model, lr=0.05)
+            if state:
+                with warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    sd.set_optimizer_state_dict(model, opt, state, options=sd.StateDictOptions(full_state_dict=True))
+                out.append(any("seng: the loaded" in str(w.message) for w in told))
+            for x, target in batches(3, 12):
+                opt.zero_grad()
+                naive.loss_of(model(x[part]), target[part]).backward()
+                opt.step()
+            state = sd.get_optimizer_state_dict(model, opt, options=sd.StateDictOptions(full_state_dict=True))
+        out.append(bool(whole(model.parameters()).isfinite().all()))
+    return out
+
+
+def test_checkpoints_of_the_defaults_load_where_parameters_are_spread_and_back(two):
+    for found in two(to_and_fro):
+        assert found == [True] * 4
+
+
 def partly(rank):
     model = network()
     ignored = {model[3].bias}

@@ -73,8 +73,8 @@ def test_training_with_every_form_and_sketch(form, sketch):
 
 def test_bfloat16_autocast_follows_float32():
     exact, mixed = network(), network()
-    train(exact, seng.SENG(exact, lr=0.05, refresh_every=5), 10)
-    losses = train(mixed, seng.SENG(mixed, lr=0.05, refresh_every=5), 10, torch.bfloat16)
+    train(exact, seng.SENG(exact, lr=0.05, refresh_every=5, curvature=seng.Curvature()), 10)
+    losses = train(mixed, seng.SENG(mixed, lr=0.05, refresh_every=5, curvature=seng.Curvature()), 10, torch.bfloat16)
     assert losses[-1] < losses[0]
     start = naive.flat([p.detach() for p in network().parameters()])
     moved = [naive.flat([p.detach() for p in m.parameters()]) - start for m in (exact, mixed)]
@@ -83,7 +83,7 @@ def test_bfloat16_autocast_follows_float32():
 
 def test_a_step_between_refreshes_does_not_wait_for_the_device():
     model = network()
-    opt = seng.SENG(model, lr=0.05, refresh_every=100)
+    opt = seng.SENG(model, lr=0.05, refresh_every=100, curvature=seng.Curvature())
     train(model, opt, 2)
     x, y = torch.randn(32, 3, 8, 8, device="cuda", dtype=torch.float32), torch.randint(10, (32,), device="cuda")
     opt.zero_grad()
@@ -97,10 +97,10 @@ def test_a_step_between_refreshes_does_not_wait_for_the_device():
 
 def test_a_checkpoint_moves_between_devices():
     model = network()
-    opt = seng.SENG(model, lr=0.05, refresh_every=100)
+    opt = seng.SENG(model, lr=0.05, refresh_every=100, curvature=seng.Curvature())
     train(model, opt, 2)
     twin = copy.deepcopy(model).cpu()
-    other = seng.SENG(twin, lr=0.05, refresh_every=100)
+    other = seng.SENG(twin, lr=0.05, refresh_every=100, curvature=seng.Curvature())
     other.load_state_dict(opt.state_dict())
     assert all(t.device.type == "cpu" for block in other.preconditioner.blocks.values() for t in block.U.tensors())
     x, y = torch.randn(32, 3, 8, 8, dtype=torch.float32), torch.randint(10, (32,))
@@ -141,7 +141,7 @@ def test_a_compiled_step():
     results = []
     for compiled in (False, True):
         model = network()
-        opt = seng.SENG(model, lr=torch.tensor(0.02, device="cuda"), refresh_every=5)
+        opt = seng.SENG(model, lr=torch.tensor(0.02, device="cuda"), refresh_every=5, curvature=seng.Curvature())
         train(model, opt, 12, step=torch.compile(opt.step) if compiled else None)
         results.append(values(model))
     start = values(network())
@@ -150,8 +150,11 @@ def test_a_compiled_step():
 
 def test_float16_autocast_with_a_grad_scaler():
     exact, mixed = network(), network()
-    train(exact, seng.SENG(exact, lr=0.05, refresh_every=5), 10)
-    opt, scaler = seng.SENG(mixed, lr=0.05, refresh_every=5), torch.amp.GradScaler("cuda", init_scale=2.0**14)
+    train(exact, seng.SENG(exact, lr=0.05, refresh_every=5, curvature=seng.Curvature()), 10)
+    opt, scaler = (
+        seng.SENG(mixed, lr=0.05, refresh_every=5, curvature=seng.Curvature()),
+        torch.amp.GradScaler("cuda", init_scale=2.0**14),
+    )
 
     def step():
         scaler.step(opt)
@@ -166,7 +169,7 @@ def test_float16_autocast_with_a_grad_scaler():
 
 def test_a_step_that_the_scaler_skips():
     model = network()
-    opt, scaler = seng.SENG(model, lr=0.05), torch.amp.GradScaler("cuda")
+    opt, scaler = seng.SENG(model, lr=0.05, curvature=seng.Curvature()), torch.amp.GradScaler("cuda")
     before = values(model)
     x = torch.full((4, 3, 8, 8), torch.inf, device="cuda", dtype=torch.float32)
     scaler.scale(model(x).sum()).backward()
@@ -179,7 +182,7 @@ def test_a_step_that_the_scaler_skips():
 
 def test_diagnostics_are_timed_by_events():
     model = network()
-    opt = seng.SENG(model, lr=0.05)
+    opt = seng.SENG(model, lr=0.05, curvature=seng.Curvature())
     train(model, opt, 1)
     for entry in opt.diagnostics().values():
         assert 0 < entry["refresh_seconds"] < 60 and -1 <= entry["cosine"] <= 1 and entry["norm_ratio"] > 0
@@ -194,10 +197,10 @@ def test_distributed_checkpoints_of_a_model_on_the_gpu():
         StateDictOptions(cpu_offload=True),
     ):
         model = network()
-        opt = seng.SENG(model, lr=0.05, refresh_every=100)
+        opt = seng.SENG(model, lr=0.05, refresh_every=100, curvature=seng.Curvature())
         train(model, opt, 2)
         twin = copy.deepcopy(model)
-        other = seng.SENG(twin, lr=0.05, refresh_every=100)
+        other = seng.SENG(twin, lr=0.05, refresh_every=100, curvature=seng.Curvature())
         set_optimizer_state_dict(
             twin, other, copy.deepcopy(get_optimizer_state_dict(model, opt, options=options)), options=options
         )
@@ -273,7 +276,13 @@ def test_embeddings_over_several_refreshes(options):
 
 def test_a_norm_whose_weight_alone_is_trained():
     model = network()
-    opt = seng.SENG([p for name, p in model.named_parameters() if name != "1.bias"], lr=0.05, module=model, refresh_every=2)
+    opt = seng.SENG(
+        [p for name, p in model.named_parameters() if name != "1.bias"],
+        lr=0.05,
+        module=model,
+        refresh_every=2,
+        curvature=seng.Curvature(),
+    )
     before = model[1].bias.clone()
     losses = train(model, opt, 8, torch.bfloat16)
     assert losses[-1] < losses[0] and torch.equal(model[1].bias, before)

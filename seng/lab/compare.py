@@ -254,7 +254,7 @@ class Compare:
     task: Positional[str]
     """digits-cnn, mnist-autoencoder, fashion-cnn, cifar10-resnet18, …"""
     optimizers: tuple[str, ...] = ("seng", "sgd", "adam", "kfac")
-    """Of seng, seng-paper, sgd, adam, adamw, kfac, muon, soap, shampoo."""
+    """Of seng, seng-kronecker, seng-orthogonal, seng-paper, sgd, adam, adamw, kfac, muon, soap, shampoo."""
     seeds: int = 3
     """How many: 0, 1, …"""
     amounts: Amounts = Amounts()

@@ -63,6 +63,7 @@ IMAGENET = {  # batch 256; the paper gives the rate and the length for batch 512
 
 AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so its gradients are large
     "seng": {"lr": 0.003, "damping": 0.1},
+    "seng-kronecker": {"lr": 0.003},
     "seng-orthogonal": {"lr": 0.1},  # whose steps have one length, whatever the loss
     "seng-paper": {"lr": 0.003},
     "sgd": {"lr": 0.003},
@@ -75,7 +76,9 @@ AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so 
 }
 
 
-NO_DECAY: dict[str, dict[str, Any]] = {name: {"weight_decay": 0.0} for name in ("seng", "seng-paper", "sgd", "kfac", "shampoo")}
+NO_DECAY: dict[str, dict[str, Any]] = {
+    name: {"weight_decay": 0.0} for name in ("seng", "seng-kronecker", "seng-paper", "sgd", "kfac", "shampoo")
+}
 GPT = NO_DECAY | {  # where searches ended; ours takes Muon's step, with the decay that was better in six seeds (docs/race.md)
     "seng-orthogonal": {"lr": 0.07, "weight_decay": 0.05, "momentum": 0.9},
     "muon": {"lr": 0.012, "weight_decay": 0.16, "momentum": 0.9},  # the same step with a decay of 0.027
@@ -86,7 +89,8 @@ GPT = NO_DECAY | {  # where searches ended; ours takes Muon's step, with the dec
 
 def _paper(name: str, data: str, build: Callable[[int], nn.Module], target: float, augment: Augment, paper: Any) -> Task:
     """One of the six tasks of the paper's table."""
-    own = {"seng-paper": paper, "seng": {"refresh_every": 50}, "kfac": {"refresh_every": 100, "average": 0.8}}
+    often = {"refresh_every": 50}
+    own = {"seng-paper": paper, "seng": often, "seng-kronecker": often, "kfac": {"refresh_every": 100, "average": 0.8}}
     return Task(name, data, build, target, 75.0, augment=augment, recipes=_warmed(15.0, own))
 
 
