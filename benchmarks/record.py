@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ def command() -> str:
     if "--out" in words:
         at = words.index("--out")
         del words[at : at + 2]
-    return " ".join(["python", *words])
+    return shlex.join(["python", *words])
 
 
 def write(path: Path, setting: str, rows: Any) -> None:

@@ -19,18 +19,22 @@ PLAIN_REFUSES = ("samples", "sketch", "combine", "decay", "fisher", "blocks", "m
 
 @dataclass(frozen=True)
 class Curvature:
-    """How U is sampled, kept and used. Defaults and the reason for each:
+    """How U is sampled, kept and used. These defaults are low rank over λI, the paper's family; SENG without a curvature takes
+
+    Curvature(base="kronecker", rank=0, base_rank=32), a metric alone (`seng.ranks.usual`). Defaults and the reason for each:
 
     form="auto"            plans per layer from its shape; see `seng.explain`. "plain" keeps no curvature: d = g, which
                            with `orthogonal=True` is Muon's step and got further than any curvature (docs/race.md)
     samples=None           ϱ: the first so many of the step's samples, ϱ/𝓜 on each of 𝓜 ranks; None takes all, since they
                            cost no extra backward
     rank=16                r of the implicit form and width k of the merged basis, which holds k·n numbers; more gained little
-                           (docs/tuning.md); more than exists means exact; None keeps as many as the direction needs
+                           (docs/race.md); more than exists means exact; None keeps as many as the direction needs; 0, with a
+                           base, is P alone
     sketch=None            exact products; a `seng.sketch` trades accuracy for a cheaper refresh
     combine="exact"        Uc by eq. 22; "independent" is the paper's cheap eq. 23, for its tables
     decay=None             0.8 where the form can accumulate: one batch is too noisy; 0 (each refresh replaces U) is the paper's
-    relative_damping=True  λ = damping × the block's largest eigenvalue, so that one value fits every layer and loss scale
+    relative_damping=True  λ = damping × the block's largest eigenvalue (of P alone: the mean one, which λ bounds all of them
+                           by), so that one value fits every layer and loss scale
     fisher="empirical"     u_i from the training loss, as the backward has them (the paper); "gauss-newton" from the output's
                            Jacobian and "sampled" from labels drawn from the model, by backwards of their own on refresh steps
     loss=None              which loss those two assume at the output (seng/fisher.py): "squares" for "gauss-newton",

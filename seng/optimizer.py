@@ -35,8 +35,8 @@ class SENG(Optimizer):
     `params` is a module, parameters or param groups; with the latter two, `module` says where the layers are. An SGD recipe's
     lr and weight_decay are the place to start. `lr`, `momentum`, `nesterov`, `weight_decay`, `damping`, `maximize` and
     `orthogonal` live in the param groups; a layer takes the damping of its weight's group. The defaults of damping (relative
-    to each layer's largest eigenvalue) and refresh_every, and why: docs/tuning.md. With `orthogonal`, layers step by the polar
-    factor of their momentum, as Muon does: seng/orthogonal.py.
+    to each layer's largest eigenvalue, of P alone to the mean one) and refresh_every, and why: docs/tuning.md. With
+    `orthogonal`, layers step by the polar factor of their momentum, as Muon does: seng/orthogonal.py.
 
     Without a `curvature` it is P alone, a Kronecker metric (seng/base.py), which learns faster than low rank over λI does; the
     latter, `curvature=seng.Curvature()`, with `orthogonal`, and where parameters are spread over ranks or directions averaged.
@@ -351,7 +351,9 @@ class SENG(Optimizer):
         if self.preconditioner is None:
             return
         self.preconditioner.load_state(curvature)
-        entries = () if self.preconditioner.curvature.none else curvature.values()
+        if self.preconditioner.curvature.none:
+            return
+        entries = curvature.values()
         if others := len(self.preconditioner.ledger.others):
             warn(
                 f"the loaded curvature of {others} layers is of another kind than this optimizer keeps: the next step "

@@ -45,9 +45,8 @@ from seng.solver import Gradients, OneByOne, Ready, Solve, sort
 from seng.staging import read
 from seng.windows import Windows
 
-# Why these two: docs/tuning.md. On digits less damping is within noise and 0.03 or 0.1 is worse; refreshing more often is no
-# better, and 50 or 100 is as good there.
-DAMPING = 0.01  # of each block's largest eigenvalue
+# Why these two: docs/tuning.md. On digits no other value is better beyond the noise of the seeds.
+DAMPING = 0.01  # of each block's largest eigenvalue, or of the mean one where P is alone
 REFRESH_EVERY = 20
 HALF_FROM = 5e-3  # the smallest relative damping at which bases are kept in half precision
 

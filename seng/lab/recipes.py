@@ -1,5 +1,5 @@
-"""The optimizers that are compared, each with its defaults and with what a search may vary: SENG, ours and the paper's; SGD,
-Adam, AdamW and Muon of torch; our K-FAC; SOAP and Shampoo of pytorch_optimizer.
+"""The optimizers that are compared, each with its defaults and with what a search may vary: SENG, low rank, as it comes, with
+Muon's step and the paper's; SGD, Adam, AdamW and Muon of torch; our K-FAC; SOAP and Shampoo of pytorch_optimizer.
 """
 
 from __future__ import annotations

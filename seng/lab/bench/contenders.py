@@ -15,9 +15,9 @@ import seng
 from seng.curvature import Form
 from seng.lab.muon import MuonAndAdamW
 
-BASELINES = ("sgd", "adamw", "muon", "kfac", "seng orthogonal")  # the same at every setting of SENG's
+BASELINES = ("sgd", "adamw", "muon", "kfac", "seng orthogonal", "seng kronecker")  # the same at every setting of SENG's
 SENGS: Mapping[str, Form] = {"seng" if form == "auto" else f"seng {form}": form for form in get_args(Form) if form != "plain"}
-REFRESHING = ("kfac", *SENGS)
+REFRESHING = ("kfac", "seng kronecker", *SENGS)
 CONTENDERS = (*BASELINES, "seng", "seng merged", "seng implicit", "seng explicit")
 
 
@@ -76,6 +76,8 @@ def contender(name: str, model: nn.Module, setting: Setting, refresh_every: int,
         return MuonAndAdamW(model, fused=fused)
     if name == "seng orthogonal":
         return seng.SENG(model, 0.01, **seng.presets.orthogonal())
+    if name == "seng kronecker":  # as it comes
+        return seng.SENG(model, lr, weight_decay=5e-4, refresh_every=refresh_every)
     if name == "kfac":
         try:
             from seng.kfac import KFAC
