@@ -144,7 +144,9 @@ def test_bench_measures_everything_and_writes_it(tiny: None, tmp_path: Path, mod
     assert {"commit", "machine", "versions", "setting", "notes"} <= set(result)
     assert result["setting"]["parameters"] == sum(p.numel() for p in TASKS[model].build().parameters())
     rows = result["rows"]
-    dampings = [(0.01, True)] * 9 + ([(1.0, False)] * 9 if damping is None else [])
+    dampings = [(0.01, True)] * len(contenders.CONTENDERS) + (
+        [(1.0, False)] * len(contenders.CONTENDERS) if damping is None else []
+    )
     assert [(r["setting"]["damping"], r["setting"]["relative_damping"]) for r in rows] == dampings
     assert [r["contender"] for r in rows[: len(contenders.CONTENDERS)]] == list(contenders.CONTENDERS)
     for row in rows:
@@ -198,7 +200,7 @@ def test_interrupted_it_keeps_what_is_finished(tiny: None, tmp_path: Path, monke
     monkeypatch.setattr(bench.Bench, "race", interrupt)
     assert not bench.bench(Options(Which(("tiny",)), amounts=Amounts(device="cpu"), out=tmp_path))
     result = json.loads((tmp_path / "tiny-cpu.json").read_text())
-    assert not result["finished"] and result["rows"][5]["quality"]["error"] < 1e-3
+    assert not result["finished"] and result["rows"][6]["quality"]["error"] < 1e-3
     check(result["rows"][5]["peak_MiB"])
 
 

@@ -72,7 +72,7 @@ def kfac(model: nn.Module, lr: float) -> Optimizer:
 
 
 RECIPES = (
-    Recipe("SENG", lambda m, lr: SENG(m, lr=lr), GRID, 0.05, "#D55E00", "-"),
+    Recipe("SENG", lambda m, lr: SENG(m, lr=lr), GRID, 0.1, "#D55E00", "-"),
     Recipe("SENG-Nesterov", lambda m, lr: SENG(m, lr=lr, nesterov=True), GRID, 0.05, "#E69F00", ".-"),
     Recipe("SGD", lambda m, lr: SGD(m.parameters(), lr, momentum=0.9, nesterov=True), GRID, 0.025, "#0072B2", "--"),
     Recipe("Adam", lambda m, lr: Adam(m.parameters(), lr), (0.00125, 0.0025, 0.005, 0.01, 0.02), 0.005, "#009E73", "-."),
