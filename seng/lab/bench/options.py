@@ -42,7 +42,8 @@ class Which:
     models: tuple[str, ...] = ()
     """resnet18, vgg16_bn, resnet50, gpt2, vit_s16, small_cnn. Default: on a GPU the first five, on a CPU small_cnn."""
     contenders: tuple[str, ...] = ()
-    """sgd, adamw, muon, kfac, seng, seng-merged, seng-implicit, seng-explicit. Default: all. Figures are ratios to sgd."""
+    """sgd, adamw, muon, kfac, seng, seng-merged, seng-implicit, seng-explicit, seng-orthogonal, seng-kronecker. Default: all.
+    Figures are ratios to sgd."""
     preset: str = "default"
     """default (T = 200, as many directions as needed, decay 0), strong (T = 20, rank 128, decay 0.8) every-step (T = 1, 64
     samples) or small (as default, within 128 MiB); each at the relative damping 0.01 and at the paper's absolute λ = 1."""
