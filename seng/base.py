@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar, cast
@@ -43,15 +42,7 @@ COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
 SAMPLES = 16  # and of at least so many samples
 
 
-class Weights(dict[float, tuple[Tensor, ...]]):
-    """What P^e takes for each exponent, worked out when it is first asked for."""
-
-    def __init__(self, of: Callable[[float], tuple[Tensor, ...]]) -> None:
-        self.of = of
-
-    def __missing__(self, exponent: float) -> tuple[Tensor, ...]:
-        self[exponent] = self.of(exponent)
-        return self[exponent]
+Weights = dict[float, tuple[Tensor, ...]]  # what P^e takes for each exponent that is kept
 
 
 class Base(ABC):
@@ -92,6 +83,8 @@ class Base(ABC):
 
     def moved(self, U: Merged, old: Base) -> Merged:
         """A basis from the coordinates of an earlier P, in the precision that it has."""
+        if not U.samples:  # P was alone, and has no such powers
+            return U
         Y = self.times(old.times(U.Y.to(U.dtype).unflatten(1, U.shape), 0.5), -0.5).flatten(1)
         return Merged.of(Y, U.shape, U.Y.dtype in HALF).scaled(U.scale)
 
@@ -120,7 +113,7 @@ class Kronecker(Base):
             (w_G, c_G), (w_A, c_A) = (_relative(f, kept**exponent, others**exponent) for f, kept, others in sides)
             return w_G[:, :, None], w_A[:, None, :], (c_G * c_A / mean**exponent)[:, None, None]
 
-        return Weights(of)
+        return {exponent: of(exponent) for exponent in self.exponents}
 
     def times(self, X: Tensor, exponent: float) -> Tensor:
         (w_G, w_A, c), V_G, V_A = self.weights[exponent], self.G.V, self.A.V
@@ -167,7 +160,7 @@ class Diagonal(Base):
         least = _least(self.least, self.relative, mean).clamp(FLOOR, self.v.numel())
         P = torch.maximum(self.v / torch.where(mean > 0, mean, 1), least) ** self.power
         P = P / P.mean()
-        return Weights(lambda exponent: (P**exponent,))
+        return {exponent: (P**exponent,) for exponent in self.exponents}
 
     def times(self, X: Tensor, exponent: float) -> Tensor:
         return X * self.weights[exponent][0].view(X.shape[-3:])

@@ -23,11 +23,17 @@ from seng.operators import HALF, SLAB, Explicit, Operator, Shape, product
 MANY = 16  # channels from which moving the input is better than cutting it into windows
 
 
-def windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """What each output position of a convolution sees of x (ϱ, C, …): (ϱ, C·∏kernel, κ)."""
-    d = len(kernel)
-    for i in range(d):
+def unfolded(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """What each output position of a convolution sees of x (ϱ, C, …), without a copy: (ϱ, C, *out, *kernel)."""
+    for i in range(len(kernel)):
         x = x.unfold(2 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])[..., :: dilation[i]]
+    return x
+
+
+def windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """The same, sample by sample: (ϱ, C·∏kernel, κ)."""
+    d = len(kernel)
+    x = unfolded(x, kernel, stride, dilation)
     x = x.permute(0, 1, *range(2 + d, 2 + 2 * d), *range(2, 2 + d))  # (ϱ, C, *kernel, *out)
     return x.flatten(2 + d).flatten(1, 1 + d)
 
@@ -76,9 +82,7 @@ class Windows(Operator):
         """Â_i side by side (n_A, N), of some samples."""
         d, a = len(self.kernel), self.a[taken]
         pad = [amount for side in reversed(self.padding) for amount in (side, side)]
-        x = F.pad(a, pad) if any(pad) else a
-        for i in range(d):
-            x = x.unfold(2 + i, self.dilation[i] * (self.kernel[i] - 1) + 1, self.stride[i])[..., :: self.dilation[i]]
+        x = unfolded(F.pad(a, pad) if any(pad) else a, self.kernel, self.stride, self.dilation)
         x = x.permute(1, *range(2 + d, 2 + 2 * d), 0, *range(2, 2 + d))  # (C, *kernel, ϱ, *out)
         A = x.reshape(self.shape[2] - self.bias, -1)
         return torch.cat([A, A.new_ones(1, A.shape[1])]) if self.bias else A

@@ -206,7 +206,7 @@ def test_unfreezing_and_freezing_begins_anew(base: str, rank: int) -> None:
             layer.weight.requires_grad_(2 <= i < 4)
         step_of(model, opt, torch.randn(8, 4), torch.randn(8, 3))
         assert values(model).isfinite().all()
-    assert [b.base.times(torch.ones(b.U.shape), 0.5).shape[2] for b in opt.preconditioner.blocks.values()] == [1, 5, 6]
+    assert [b.base.times(torch.ones(b.U.shape), -1.0).shape[2] for b in opt.preconditioner.blocks.values()] == [1, 5, 6]
 
 
 # Precision and compilers
