@@ -15,8 +15,8 @@ import record
 import torch
 
 import seng
+from seng.distributed.ranks import usual
 from seng.lab.demo import TUNING_SEEDS, Recipe, Run, digits, split
-from seng.ranks import usual
 
 LR = 0.05  # near SENG's best on this task, which is level between it and twice as much
 KNOBS: dict[str, list[Any]] = {

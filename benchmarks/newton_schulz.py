@@ -16,8 +16,8 @@ import record
 import torch
 
 import seng
-from seng import polar
 from seng.lab import models
+from seng.recipes import polar
 
 MODELS = {
     "resnet18": lambda: models.resnet18(10),

@@ -23,10 +23,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import seng
-from seng import capture, job, optimizer, preconditioner, refresh, samples
 from seng.lab.bench.options import PRESETS
 from seng.lab.bench.tasks import TASKS, Task, memory_format
 from seng.lab.record import provenance
+from seng.layers import capture, samples
+from seng.metrics import job, refresh
+from seng.optim import optimizer, preconditioner
 
 
 def backward(task: Task, model: nn.Module, opt: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:

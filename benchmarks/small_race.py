@@ -23,13 +23,13 @@ from torch import nn
 
 import seng
 from seng import Curvature
-from seng.curvature import BASE_RANK
 from seng.lab.datasets.augment import Augment
 from seng.lab.datasets.store import load
 from seng.lab.datasets.values import Arrays
 from seng.lab.models import basic, conv_norm, initialised
 from seng.lab.muon import MuonAndAdamW
 from seng.lab.problems import Classification
+from seng.metrics.curvature import BASE_RANK
 
 EPOCHS, BATCH, WARMUP = 4, 128, 0.15
 SEEDS, TUNED_WITH = (10, 11), 100  # the step's length was chosen by looks at 100 and 0: the rows are of seeds nobody looked at

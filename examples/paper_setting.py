@@ -1,10 +1,10 @@
 """The paper's own setting: absolute λ = 1, U from one batch, T = 200, exp schedule and decaying damping; S̃_k apart from S_k."""
 
 import torch
+from seng.schedules import DampingSchedule, damping, exp, schedule_lr
 from torch import nn
 
 import seng
-from seng.schedules import DampingSchedule, damping, exp, schedule_lr
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8 * 36, 10))

@@ -1,15 +1,22 @@
 """SENG: sketchy empirical natural gradient descent for PyTorch."""
 
-from seng import layers, presets, schedules, sketch
-from seng.attach import Attachment, attach
-from seng.curvature import Curvature
-from seng.diagnostics import TensorBoard
-from seng.explanation import Explanation, explain
-from seng.kfac import KFAC
-from seng.least_squares import LeastSquares
-from seng.optimizer import SENG
-from seng.state import expect_curvature
+import sys
+
+from seng import layers
+from seng.linalg import sketch
+from seng.metrics.curvature import Curvature
+from seng.optim import presets, schedules
+from seng.optim.attach import Attachment, attach
+from seng.optim.kfac import KFAC
+from seng.optim.optimizer import SENG
+from seng.residuals.least_squares import LeastSquares
+from seng.tell.diagnostics import TensorBoard
+from seng.tell.explanation import Explanation, explain
+from seng.tell.state import expect_curvature
 from seng.version import __version__
+
+for _public in (presets, schedules, sketch):  # `from seng.schedules import …` works as `seng.schedules` does
+    sys.modules[f"seng.{_public.__name__.split('.')[-1]}"] = _public
 
 __all__ = [
     "KFAC",

@@ -1,6 +1,6 @@
 """`python -m seng` is `seng`."""
 
-from seng.cli import main
+from seng.lab.cli import main
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seng.curvature import Curvature
+from seng.metrics.curvature import Curvature
 
 
 def check_options(curvature: Curvature, refresh_every: int, units: str) -> None:

@@ -6,9 +6,9 @@ import sys
 import warnings
 from collections.abc import Mapping
 
-from seng.layers import ON_REQUEST
-from seng.plan import Dims
-from seng.sketch import Sketch
+from seng.layers.kinds import ON_REQUEST
+from seng.linalg.sketch import Sketch
+from seng.metrics.plan import Dims
 
 
 class Notices:

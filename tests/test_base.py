@@ -1,4 +1,4 @@
-"""P in place of I: seng/base.py and seng/factor.py against dense matrices, and the places where a base must work."""
+"""P in place of I: base.py and factor.py against dense matrices, and the places where a base must work."""
 
 import copy
 import math
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import seng
-from seng.base import Diagonal, Kronecker, _inputs, kept
-from seng.factor import FLOOR, Factor, Moment, updated
-from seng.implicit import Implicit
-from seng.job import _factors
-from seng.windows import Windows
+from seng.linalg.implicit import Implicit
+from seng.linalg.windows import Windows
+from seng.metrics.base import Diagonal, Kronecker, _inputs, kept
+from seng.metrics.factor import FLOOR, Factor, Moment, updated
+from seng.metrics.job import _factors
 
 F64 = torch.float64
 
@@ -272,7 +272,7 @@ class TestFactor:
     def test_large_moments_are_never_formed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         X = self.draw()
         small = updated(None, Moment(X, nothing), 8, 0.5, torch.Generator().manual_seed(0))
-        monkeypatch.setattr("seng.factor.GRAM", 0)
+        monkeypatch.setattr("seng.metrics.factor.GRAM", 0)
         seen = Moment(X, nothing)
         large = updated(None, seen, 8, 0.5, torch.Generator().manual_seed(0))
         assert "_local" not in vars(seen)
@@ -291,7 +291,7 @@ class TestFactor:
             return base.times(torch.eye(30, dtype=F64).expand(2, 30, 30).unflatten(2, (30, 1)).permute(2, 0, 1, 3), -0.5)
 
         want = root()
-        monkeypatch.setattr("seng.factor.exactly", lambda X, n: False)
+        monkeypatch.setattr("seng.metrics.factor.exactly", lambda X, n: False)
         assert naive.relative_error(root(), want) < 0.03
 
     def test_fewer_samples_than_directions(self) -> None:

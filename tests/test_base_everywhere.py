@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import seng
-from seng.factor import FLOOR
-from seng.plan import Dims, plan, pooled_plan
-from seng.replay import directly
-from seng.sites import Site, survey
-from seng.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
+from seng.gpu.replay import directly
+from seng.layers.sites import Site, survey
+from seng.linalg.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
+from seng.metrics.factor import FLOOR
+from seng.metrics.plan import Dims, plan, pooled_plan
 
 BASES = ("kronecker", "diagonal")
 every_base = pytest.mark.parametrize("base", BASES)
@@ -525,8 +525,8 @@ def test_other_fishers(base: str, fisher: str, monkeypatch: pytest.MonkeyPatch) 
     """With a linear model, the columns are those of a loss whose gradients at the output are the seeds."""
     layer, given = nn.Linear(4, 3), []
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
-    real = seng.preconditioner.seeds
-    monkeypatch.setattr("seng.preconditioner.seeds", lambda *a: (given.append(s) or s for s in real(*a)))
+    real = seng.optim.preconditioner.seeds
+    monkeypatch.setattr("seng.optim.preconditioner.seeds", lambda *a: (given.append(s) or s for s in real(*a)))
     opt = seng.SENG(layer, 1.0, momentum=0.0, damping=0.05, curvature=exact(base, fisher=fisher))
     loss = nn.functional.cross_entropy(layer(x), y)
     loss.backward()
@@ -779,7 +779,7 @@ def test_a_budget_in_the_optimizer_and_in_explain(base: str, rank: int) -> None:
         assert 0 < explained.plans[0].base_rank < 128
     for p, entry in zip(explained.plans, opt.diagnostics().values(), strict=True):
         assert (0 if rank else p.bytes) <= entry["bytes"] <= p.bytes + 8, p  # as yet there may be fewer columns
-    assert seng.memory.size_of(explained.bytes) in str(explained)
+    assert seng.metrics.memory.size_of(explained.bytes) in str(explained)
     tight = seng.SENG(model, 0.1, curvature=seng.Curvature(base=base, rank=rank, memory=500))
     with pytest.raises(ValueError, match=f"base='{base}' needs .* where memory=500 allows 500 B: use base='identity' or more"):
         step_of(model, tight, x, target)

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import seng
-from seng import cli
-from seng.lab import models
+from seng.lab import cli, models
 from seng.lab.bench import command as bench
 from seng.lab.bench import contenders, report, tasks
 from seng.lab.bench.exact import Watch, compare, observed

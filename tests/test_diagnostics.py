@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import seng
-from seng.diagnostics import Timer
+from seng.tell.diagnostics import Timer
 
 KEYS = {
     *(

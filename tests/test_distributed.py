@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import seng
-from seng.averaging import Averaging, _sent
-from seng.distributed import Team
+from seng.distributed.averaging import Averaging, _sent
+from seng.distributed.team import Team
 
 CASES = {case.name: case for case in LAYERS}
 LAM = 0.3
@@ -469,7 +469,7 @@ class Sent:
 
 def test_a_message_does_not_keep_the_averaging(monkeypatch):
     sent = Sent()
-    monkeypatch.setattr("seng.averaging.dist.all_reduce", lambda *_, **__: sent)
+    monkeypatch.setattr("seng.distributed.averaging.dist.all_reduce", lambda *_, **__: sent)
     p = nn.Parameter(torch.ones(3))
     averaging = Averaging(Team("lagged", 2), nn.Linear(1, 1), local={p: torch.ones(3)})
     bucket = SimpleNamespace(buffer=lambda: torch.zeros(3), parameters=lambda: [p])
@@ -511,9 +511,9 @@ def test_networks_of_their_own_have_curvatures_of_their_own(two):
 
 
 def drawn(rank):
-    from seng.distributed import team_of
-    from seng.operators import Explicit
-    from seng.pool import Share, _omega
+    from seng.distributed.pool import Share, _omega
+    from seng.distributed.team import team_of
+    from seng.linalg.operators import Explicit
 
     U = Explicit(torch.randn(50, 3, generator=torch.Generator().manual_seed(rank)), (1, 5, 10))
     share = Share(U, [3, 3], 2, lambda: torch.Generator().manual_seed(9))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev, vmap
 
 import seng
-from seng import fisher as columns
-from seng.fisher import seeds
+from seng.layers import fisher as columns
+from seng.layers.fisher import seeds
 
 LOSSES = ("squares", "cross-entropy", "bernoulli")
 
@@ -169,7 +169,7 @@ def test_drawn_labels_have_the_hessian_as_their_mean(kind: str) -> None:
 @pytest.mark.parametrize("blocks", ["layer", "network"])
 def test_sampled_is_the_matrix_of_its_draw(monkeypatch: pytest.MonkeyPatch, blocks: str) -> None:
     model, given = network(), list[Tensor]()
-    monkeypatch.setattr("seng.preconditioner.seeds", lambda *a: (given.append(s) or s for s in columns.seeds(*a)))
+    monkeypatch.setattr("seng.optim.preconditioner.seeds", lambda *a: (given.append(s) or s for s in columns.seeds(*a)))
     opt = seng.SENG(model, 1.0, momentum=0, damping=0.2, curvature=options(fisher="sampled", blocks=blocks))
     J = jacobians(model, X)
     loss = nn.functional.cross_entropy(model(X), Y.argmax(1))
@@ -220,7 +220,7 @@ def test_a_skipped_step_leaves_nothing_behind() -> None:
 
 def test_between_refreshes_nothing_is_sent_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     model, count = network(), []
-    monkeypatch.setattr("seng.preconditioner.seeds", lambda *a: count.append(1) or columns.seeds(*a))
+    monkeypatch.setattr("seng.optim.preconditioner.seeds", lambda *a: count.append(1) or columns.seeds(*a))
     opt = seng.SENG(model, 0.1, refresh_every=3, curvature=options())
     for _ in range(4):
         opt.zero_grad()

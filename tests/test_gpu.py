@@ -9,8 +9,8 @@ from conftest import LAYERS
 from torch import nn
 
 import seng
-from seng.replay import Replay, directly
-from seng.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
+from seng.gpu.replay import Replay, directly
+from seng.linalg.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -315,7 +315,7 @@ def test_a_refresh_that_is_interrupted_leaves_no_half_written_block(monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("seng.job.Job.block", interrupted)
+        patch.setattr("seng.metrics.job.Job.block", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(model, opt, 1)
     opt.zero_grad()

@@ -11,7 +11,14 @@ ROOT = Path(__file__).parent.parent / "seng"
 # A room imports only rooms that come after it. What lies beside the rooms, but for notices and checks, may import all.
 ROOMS = ["optim", "tell", "residuals", "recipes", "metrics", "distributed", "gpu", "layers", "linalg", "notices", "checks"]
 
-PENDING = {"checks.py", "notices.py", "residuals.py", "distributed.py", "layers.py"}  # to be mended when the rooms are there
+PENDING = {
+    "checks.py",
+    "notices.py",
+    "metrics/solver.py",
+    "distributed/averaging.py",
+    "distributed/ranks.py",
+    "layers/norms.py",
+} | {"layers/samples.py", "layers/sites.py"}
 
 # Code tokens of the core: lower it when the code shrinks; a commit that raises it says why.
 BUDGET = 91_900

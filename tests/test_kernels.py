@@ -10,9 +10,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from seng.grouped import Grouped, Hyper, Item, Piece, available, fits  # noqa: E402
-from seng.kernels import WORK, pull, push  # noqa: E402
-from seng.norms import standardized_sums  # noqa: E402
+from seng.gpu.grouped import Grouped, Hyper, Item, Piece, available, fits  # noqa: E402
+from seng.gpu.kernels import WORK, pull, push  # noqa: E402
+from seng.layers.norms import standardized_sums  # noqa: E402
 
 TILE = WORK[False].TILE
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -124,7 +124,7 @@ def test_many_blocks_at_new_addresses():
 
 
 def test_many_spans(monkeypatch):
-    monkeypatch.setattr("seng.grouped.SPAN", 2)
+    monkeypatch.setattr("seng.gpu.grouped.SPAN", 2)
     items = [item((1, 70_001), k=5), item((3, 4), k=2)]
     grads = gradients(items)
     assert_near(Grouped(items).directions(grads), reference(items, grads))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import seng
-from seng.kronecker import _inverse, damped_inverses
+from seng.metrics.kronecker import _inverse, damped_inverses
 
 CASES = [
     case

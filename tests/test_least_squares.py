@@ -12,12 +12,12 @@ from torch.func import functional_call, hessian, jacrev, jvp, vmap
 from torch.testing import assert_close
 
 import seng
-from seng.block import Block
-from seng.jacobian import Part
-from seng.linearization import Linear, Streamed
-from seng.normal import Normal, normal_equations
-from seng.operators import Explicit
-from seng.residuals import Parameters, Term
+from seng.linalg.operators import Explicit
+from seng.metrics.block import Block
+from seng.residuals.jacobian import Part
+from seng.residuals.linearization import Linear, Streamed
+from seng.residuals.normal import Normal, normal_equations
+from seng.residuals.terms import Parameters, Term
 
 LARGE = 2**30
 

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seng import numerics, operators
-from seng import windows as windowed
-from seng.implicit import Implicit, Independent
-from seng.lookup import Lookup
-from seng.operators import Explicit, Merged
-from seng.samples import added, stacked
-from seng.windows import Windows
+from seng.layers.samples import added, stacked
+from seng.linalg import numerics, operators
+from seng.linalg import windows as windowed
+from seng.linalg.implicit import Implicit, Independent
+from seng.linalg.lookup import Lookup
+from seng.linalg.operators import Explicit, Merged
+from seng.linalg.windows import Windows
 
 
 def implicit(samples=5, h=1, n_G=4, n_A=3, r=2) -> Implicit:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import seng
-from seng.ranks import usual
-from seng.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
+from seng.distributed.ranks import usual
+from seng.linalg.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Rows
 
 PAPER = {"relative_damping": False, "decay": 0}
 
@@ -716,7 +716,7 @@ def test_a_layer_that_memory_leaves_out_is_said():
 
 def test_a_step_like_the_last_one_sorts_nothing_again(monkeypatch):
     """Also where a layer is frozen; and what changes is seen."""
-    import seng.preconditioner as engine
+    import seng.optim.preconditioner as engine
 
     calls = []
     sort = engine.sort

@@ -1,4 +1,4 @@
-"""Steps by the polar factor of the momentum: seng/orthogonal.py."""
+"""Steps by the polar factor of the momentum: seng/recipes/orthogonal.py."""
 
 import copy
 import math
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import seng
-from seng.orthogonal import ELEMENT, MOST, Orthogonal
-from seng.polar import QUINTIC, RMS, SHORTEST, Stack, polar, stacks_of
-from seng.replay import capturing
+from seng.gpu.replay import capturing
+from seng.recipes.orthogonal import ELEMENT, MOST, Orthogonal
+from seng.recipes.polar import QUINTIC, RMS, SHORTEST, Stack, polar, stacks_of
 
 F64 = torch.float64
 OFF = 1e14  # a damping that leaves the gradient as it is

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 import seng
-from seng.implicit import Implicit, Independent
-from seng.job import Job
 from seng.layers import kind_of
-from seng.numerics import reduced
-from seng.operators import Explicit
-from seng.plan import Dims, Plan
-from seng.refresh import build
-from seng.sketch import KroneckerRows, LeverageRows, Rows
+from seng.linalg.implicit import Implicit, Independent
+from seng.linalg.numerics import reduced
+from seng.linalg.operators import Explicit
+from seng.linalg.sketch import KroneckerRows, LeverageRows, Rows
+from seng.metrics.job import Job
+from seng.metrics.plan import Dims, Plan
+from seng.metrics.refresh import build
 
 LAM = 0.3
 RHO, N_G, N_A, KAPPA = 6, 4, 5, 3

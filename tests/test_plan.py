@@ -8,7 +8,7 @@ from torch import nn
 
 import seng
 from seng.lab.models import resnet50
-from seng.plan import Dims, paper_form, plan, pooled_plan
+from seng.metrics.plan import Dims, paper_form, plan, pooled_plan
 
 TABLE_1 = {  # case: (n, n_G, n_A, κ), and a layer of ResNet50 that has it
     "I": ((9_408, 64, 147, 12_544), "explicit"),

@@ -1,4 +1,4 @@
-"""Settings by name: seng/presets.py."""
+"""Settings by name: seng/optim/presets.py."""
 
 import pytest
 import torch

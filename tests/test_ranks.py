@@ -60,7 +60,7 @@ OWN = {"smooth": replace(DIGITS, name="smooth", build=smooth), "random": replace
 
 def worker(words: list[str]) -> None:
     """What each rank runs."""
-    from seng import cli
+    from seng.lab import cli
 
     TASKS.update(OWN)
     rank, advance = int(os.environ.get("RANK", 0)), Training.advance

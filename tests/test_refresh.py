@@ -9,15 +9,17 @@ import pytest
 import torch
 
 import seng
-from seng import job as jobs
-from seng import numerics, refresh, replay, staging
-from seng.block import factorize
-from seng.job import PATIENCE, TOLERANCE, Job
-from seng.operators import Explicit, Merged
-from seng.plan import Dims, Plan, plan
-from seng.refresh import build
-from seng.replay import Task, directly, together
-from seng.windows import Windows
+from seng.gpu import replay, staging
+from seng.gpu.replay import Task, directly, together
+from seng.linalg import numerics
+from seng.linalg.operators import Explicit, Merged
+from seng.linalg.windows import Windows
+from seng.metrics import job as jobs
+from seng.metrics import refresh
+from seng.metrics.block import factorize
+from seng.metrics.job import PATIENCE, TOLERANCE, Job
+from seng.metrics.plan import Dims, Plan, plan
+from seng.metrics.refresh import build
 
 LAM = 0.01  # of the largest eigenvalue
 

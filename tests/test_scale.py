@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from seng import cli
-from seng.lab import models, scale
+from seng.lab import cli, models, scale
 from seng.lab.projection import Compute, Link, Method, Projection, layers
 
 SIZES = (1000, 10)  # n_l

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import seng
-from seng import schedules
+from seng.optim import schedules
 
 
 def test_cosine():

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import seng
-from seng.implicit import Implicit
-from seng.job import Job
-from seng.operators import Explicit
-from seng.plan import Dims, Plan
-from seng.refresh import build
-from seng.sketch import CountSketch, Gaussian, Identity, KroneckerRows, LeverageRows, Rows
+from seng.linalg.implicit import Implicit
+from seng.linalg.operators import Explicit
+from seng.linalg.sketch import CountSketch, Gaussian, Identity, KroneckerRows, LeverageRows, Rows
+from seng.metrics.job import Job
+from seng.metrics.plan import Dims, Plan
+from seng.metrics.refresh import build
 
 SKETCHES = {
     "rows": lambda q: Rows(q),

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import seng
-from seng.block import Block
-from seng.sketch import CountSketch, Identity, KroneckerRows, Rows
-from seng.state import pack, unpack
-from seng.windows import Windows
+from seng.linalg.sketch import CountSketch, Identity, KroneckerRows, Rows
+from seng.linalg.windows import Windows
+from seng.metrics.block import Block
+from seng.tell.state import pack, unpack
 
 SETTINGS = {
     "default": {},

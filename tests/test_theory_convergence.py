@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import seng
-from seng.block import Block
 from seng.lab.theory import descent, ntk, walk, wide
-from seng.numerics import top
-from seng.sketch import CountSketch, Gaussian, Rows
+from seng.linalg.numerics import top
+from seng.linalg.sketch import CountSketch, Gaussian, Rows
+from seng.metrics.block import Block
 
 
 @pytest.mark.parametrize("study", [descent.STUDY, ntk.STUDY], ids=lambda study: study.name)

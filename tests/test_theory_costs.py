@@ -12,13 +12,13 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from seng.implicit import Implicit
 from seng.lab.theory import operations_of_cost
 from seng.lab.theory.costs import STUDY, claims_of, draw, remarks_of
 from seng.lab.theory.lines_of_cost import THRESHOLD, TOLERANCE, Line, exponent, judged, measure
 from seng.lab.theory.operations_of_cost import multiply_adds, one_thread, times
 from seng.lab.theory.rows_of_cost import ROWS, Formula
 from seng.lab.theory.study import Outcome
+from seng.linalg.implicit import Implicit
 
 SIDE, SKETCH = "n_G = n_A", "ζ_G = ζ_A"
 EXPONENTS = {  # of cost and of bytes, by hand from what each operation does; None: a sum of which no term leads

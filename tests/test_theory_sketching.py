@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from seng.lab.theory import bounds, embedding, lemma, sketched, trained
 from seng.lab.theory.trained import Layer
-from seng.operators import Explicit
-from seng.sketch import Buckets, Dense, Gaussian, RowSample
+from seng.linalg.operators import Explicit
+from seng.linalg.sketch import Buckets, Dense, Gaussian, RowSample
 
 
 def generator(seed: int) -> torch.Generator:

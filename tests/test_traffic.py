@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from seng import cli
+from seng.lab import cli
 from seng.lab.bench import distributed
 from seng.lab.bench.traffic import Traffic
 from seng.lab.models import small_cnn

@@ -315,11 +315,9 @@ def main(keys: list[str]) -> None:
                 found[name] = ranks(on_rank, key, name)[0]
                 off[name] = difference(ranks(on_rank, key, name, 1e-15)[0], found[name])
                 continue
-            one = (lambda nudge: trajectory(name, METHODS[key], nudge)) if key in METHODS else (
-                lambda nudge: fit(name, FITS[key], nudge)
-            )  # fmt: skip
-            found[name] = one(0.0)
-            off[name] = difference(one(1e-15), found[name])
+            run, how = (trajectory, METHODS[key]) if key in METHODS else (fit, FITS[key])
+            found[name] = run(name, how)
+            off[name] = difference(run(name, how, 1e-15), found[name])
         write(key, found)
         ends = {name: f"{t['losses'][0]:.3f} -> {t['losses'][-1]:.3g} ({off[name]:.0e})" for name, t in found.items()}
         print(f"{key:26}", ends, flush=True)

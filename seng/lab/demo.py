@@ -10,8 +10,8 @@ value with the best validation accuracy, mean over all evaluations of a run and 
 images was held out for this; neither the test images nor the demo's seeds enter the search, which `--tune` repeats.
 
 Beyond it ours had more attention than their rivals: the defaults of SENG were looked at on this task's validation images while
-they were made (docs/tuning.md, docs/race.md), and so were K-FAC's damping and refresh period (seng/kfac.py); those of SGD and
-Adam are torch's.
+they were made (docs/tuning.md, docs/race.md), and so were K-FAC's damping and refresh period (seng/optim/kfac.py); those of SGD
+and Adam are torch's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from seng import KFAC, SENG
 from seng.lab.models import digits_cnn
-from seng.layers import arrange
+from seng.layers.kinds import arrange
 
 BATCH = 64
 LAP = 4  # steps between evaluations

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from seng.gpu.replay import side_stream
 from seng.lab.problems import Batch
-from seng.replay import side_stream
 
 
 class Graphed:

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hi
 
 from torch import nn
 
-from seng import schedules
 from seng.lab.names import unknown
+from seng.optim import schedules
 
 Shape = Literal["constant", "cosine", "exp", "linear"]
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import seng
-from seng import schedules
-from seng.curvature import BASE_RANK, Combine, Form, Metric
-from seng.kronecker import why_plain
 from seng.lab.muon import MuonAndAdamW
 from seng.lab.names import unknown
 from seng.lab.recipe import Between, OneOf, Recipe, Space, Steps
-from seng.preconditioner import DAMPING, REFRESH_EVERY
-from seng.sites import survey
+from seng.layers.sites import survey
+from seng.metrics.curvature import BASE_RANK, Combine, Form, Metric
+from seng.metrics.kronecker import why_plain
+from seng.optim import schedules
+from seng.optim.preconditioner import DAMPING, REFRESH_EVERY
 
 
 def _fused(model: nn.Module) -> bool | None:

@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW
 from torch.utils._pytree import tree_leaves
 
 import seng
-from seng.curvature import Form
 from seng.lab.muon import MuonAndAdamW
+from seng.metrics.curvature import Form
 
 BASELINES = ("sgd", "adamw", "muon", "kfac", "seng orthogonal", "seng kronecker")  # the same at every setting of SENG's
 SENGS: Mapping[str, Form] = {"seng" if form == "auto" else f"seng {form}": form for form in get_args(Form) if form != "plain"}
@@ -80,7 +80,7 @@ def contender(name: str, model: nn.Module, setting: Setting, refresh_every: int,
         return seng.SENG(model, lr, weight_decay=5e-4, refresh_every=refresh_every)
     if name == "kfac":
         try:
-            from seng.kfac import KFAC
+            from seng.optim.kfac import KFAC
         except ImportError as missing:
             raise LeftOutError("this version has no seng.KFAC") from missing
         # Its direction is (M + λI)⁻¹g, so that lr·λ is what lr is to SGD.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from seng.operators import Operator
-from seng.sites import Member, Site, survey
+from seng.layers.sites import Member, Site, survey
+from seng.linalg.operators import Operator
 
 Directions = dict[nn.Parameter, Tensor]
 

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seng.block import Block
 from seng.lab.theory.sketched import norm
 from seng.lab.theory.trained import Layer
-from seng.operators import Explicit, Operator
-from seng.sketch import Dense, Identity, Omega
+from seng.linalg.operators import Explicit, Operator
+from seng.linalg.sketch import Dense, Identity, Omega
+from seng.metrics.block import Block
 
 
 @dataclass(frozen=True)

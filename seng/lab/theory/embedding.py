@@ -17,7 +17,7 @@ import torch
 from seng.lab.theory.sketched import BOTH, KINDS, OBLIVIOUS, drawn, errors, expected
 from seng.lab.theory.study import Claim, Outcome, Say, Study
 from seng.lab.theory.trained import Layer, layers
-from seng.sketch import Rows, RowSample
+from seng.linalg.sketch import Rows, RowSample
 
 HIGH = 0.95  # the high quantile, and the share of draws that shall have η < 1
 EDGE = (1 + 2**0.5) ** 2  # q/ρ from which a Gaussian Ω has η < 1

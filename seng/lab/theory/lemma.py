@@ -16,7 +16,7 @@ from seng.lab.theory.bounds import Draw, by_hand, compared
 from seng.lab.theory.sketched import drawn
 from seng.lab.theory.study import Claim, Outcome, Say, Study
 from seng.lab.theory.trained import Layer, layers
-from seng.sketch import Omega
+from seng.linalg.sketch import Omega
 
 KINDS = ("Gaussian", "CountSketch", "Rows", "LeverageRows", "KroneckerRows")
 ROUNDING = 1e-7  # relative, of identities; a bound may be missed by so much

@@ -28,7 +28,7 @@ from seng.lab.theory.wide import (
     sketched_speed,
     straightness,
 )
-from seng.sketch import CountSketch, Rows
+from seng.linalg.sketch import CountSketch, Rows
 
 ALPHAS = (0.1, 0.25, 0.5)
 ALPHA = 0.25  # where one has to do

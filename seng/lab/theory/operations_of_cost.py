@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from seng.block import Block
-from seng.implicit import Implicit, Independent
-from seng.numerics import inverse, reduced
-from seng.operators import Explicit, Merged, Operator
-from seng.sketch import Identity, KroneckerRows, Omega, Rows
+from seng.linalg.implicit import Implicit, Independent
+from seng.linalg.numerics import inverse, reduced
+from seng.linalg.operators import Explicit, Merged, Operator
+from seng.linalg.sketch import Identity, KroneckerRows, Omega, Rows
+from seng.metrics.block import Block
 
 Sizes = dict[str, int]  # by the paper's symbol
 Ready = tuple[Callable[[], Any], int]  # the operation, and the bytes of what it works on

@@ -17,7 +17,7 @@ import torch
 from seng.lab.theory.equations import BURGERS, POISSON, SMALL, Problem, Start
 from seng.lab.theory.rivals import Curve, Rival, Watch, tuned
 from seng.lab.theory.study import Claim, Outcome, Say, Study
-from seng.least_squares import LeastSquares
+from seng.residuals.least_squares import LeastSquares
 
 METHODS = {"LeastSquares": "#D55E00", "L-BFGS": "#0072B2", "Adam": "#009E73"}  # colours of Okabe and Ito's palette
 EVERY = 5  # steps of least squares from one error to the next

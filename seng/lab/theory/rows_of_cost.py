@@ -15,7 +15,7 @@ from fractions import Fraction
 
 from seng.lab.theory import operations_of_cost as op
 from seng.lab.theory.operations_of_cost import Ready, Sizes
-from seng.numerics import OVERSAMPLE
+from seng.linalg.numerics import OVERSAMPLE
 
 POWERS = {"²": 2, "³": 3}
 LARGE = 100

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from seng.lab.theory.trained import Layer
-from seng.operators import Explicit
-from seng.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Omega, Rows
+from seng.linalg.operators import Explicit
+from seng.linalg.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Omega, Rows
 
 OBLIVIOUS = ("Gaussian", "CountSketch")
 BOTH = "KroneckerRows, both sides"

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 from seng import SENG, Curvature
 from seng.lab.datasets.formats import digits
 from seng.lab.models import digits_cnn
-from seng.operators import Operator
-from seng.preconditioner import Preconditioner
+from seng.linalg.operators import Operator
+from seng.optim.preconditioner import Preconditioner
 
 BATCH = 64  # samples of a training step, and of the gradient that U does not know
 STEPS = 40

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import seng
-from seng.sketch import Rows
+from seng.linalg.sketch import Rows
 
 SAMPLES, INPUTS, HIDDEN = 512, 31, 8  # n = 8·32 = 256
 NOISE = 0.2  # of the targets, so that no network fits them and σ stays

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from seng.block import Block
-from seng.implicit import Implicit
-from seng.numerics import top
-from seng.sketch import Identity, Sketch
+from seng.linalg.implicit import Implicit
+from seng.linalg.numerics import top
+from seng.linalg.sketch import Identity, Sketch
+from seng.metrics.block import Block
 
 SAMPLES, INPUTS = 40, 10  # N and m_0
 DAMPING = 1e-7  # vanishes beside the kernel's smallest eigenvalue, about 0.08

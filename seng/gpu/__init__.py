@@ -1,0 +1,1 @@
+"""CUDA graphs, Triton kernels and staging: an accelerator for the other rooms."""

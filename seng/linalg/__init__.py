@@ -1,0 +1,1 @@
+"""U as an operator, sketches of it, and small dense algebra."""

@@ -1,0 +1,1 @@
+"""Which curvature: initialised on a refresh, solved with at every step."""

@@ -1,0 +1,1 @@
+"""The engine, and the optimizers and schedules that users build."""

@@ -1,0 +1,1 @@
+"""From directions to new weights."""

@@ -1,0 +1,1 @@
+"""Least squares: residuals, their Jacobian and the solve."""
