@@ -30,7 +30,13 @@ from seng.lab.tasks import task
 from seng.lab.train import Training, on
 from seng.lab.tuning.search import held_out
 
-SGD_LIKE = {"orthogonal": False, "form": "auto", "momentum": 0.9, "weight_decay": 5e-4, "refresh_every": 50}
+SGD_LIKE = {
+    "orthogonal": False,
+    "form": "auto",
+    "momentum": 0.9,
+    "weight_decay": 5e-4,
+    "refresh_every": 50,
+}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     "orthogonal": (
         {"lr": 0.06, "weight_decay": 0.05, "momentum": 0.85},
@@ -43,7 +49,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
             "curvature": [
                 {"form": "auto", "rank": 16, "refresh_every": 50},
                 {"form": "auto", "rank": 16, "refresh_every": 50, "damping": 0.1},
-                {"form": "auto", "rank": 0, "refresh_every": 50, "base": "kronecker", "power": 0.25},
+                {
+                    "form": "auto",
+                    "rank": 0,
+                    "refresh_every": 50,
+                    "base": "kronecker",
+                    "power": 0.25,
+                },
                 {"form": "auto", "rank": 0, "refresh_every": 50, "base": "diagonal"},
             ],
         },
@@ -82,14 +94,25 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
         found.append({"setting": name, "knob": "", "value": None, "fields": base})
         for knob, values in knobs.items():
             for value in values:
-                fields = {**base, **(value if isinstance(value, dict) else {knob: value})}
-                found.append({"setting": name, "knob": knob, "value": value, "fields": fields})
+                fields = {
+                    **base,
+                    **(value if isinstance(value, dict) else {knob: value}),
+                }
+                found.append(
+                    {"setting": name, "knob": knob, "value": value, "fields": fields}
+                )
     common = {"task": options.task, "epochs": options.epochs}
-    return [{**common, **run, "seed": 300 + seed} for seed in range(options.seeds) for run in found]
+    return [
+        {**common, **run, "seed": 300 + seed}
+        for seed in range(options.seeds)
+        for run in found
+    ]
 
 
 def key(run: dict[str, Any]) -> str:
-    return json.dumps([run["task"], run["epochs"], run["fields"], run["seed"]], sort_keys=True)
+    return json.dumps(
+        [run["task"], run["epochs"], run["fields"], run["seed"]], sort_keys=True
+    )
 
 
 def work(options: argparse.Namespace, part: int) -> None:
@@ -102,7 +125,11 @@ def work(options: argparse.Namespace, part: int) -> None:
         if key(run) in known:
             continue
         recipe = what.recipe("seng-orthogonal", options.epochs).with_(run["fields"])
-        training = Training(Run(what, recipe, run["seed"], options.epochs, stop=False, shared=True), data, device)
+        training = Training(
+            Run(what, recipe, run["seed"], options.epochs, stop=False, shared=True),
+            data,
+            device,
+        )
         line: dict[str, Any] = {}
         while training.state == "running":
             line = training.advance()
@@ -116,11 +143,17 @@ def parts(options: argparse.Namespace) -> Path:
 
 
 def done(options: argparse.Namespace) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in parts(options).read_text().splitlines()] if parts(options).exists() else []
+    return (
+        [json.loads(text) for text in parts(options).read_text().splitlines()]
+        if parts(options).exists()
+        else []
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="one knob at a time around three settings")
+    parser = argparse.ArgumentParser(
+        description="one knob at a time around three settings"
+    )
     parser.add_argument("--task", default="cifar10-resnet18")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--seeds", type=int, default=1)
@@ -130,19 +163,26 @@ def main() -> None:
     options = parser.parse_args()
     if options.part is not None:
         return work(options, options.part)
-    workers = [subprocess.Popen([sys.executable, *sys.argv, "--part", str(i)]) for i in range(options.jobs)]
+    workers = [
+        subprocess.Popen([sys.executable, *sys.argv, "--part", str(i)])
+        for i in range(options.jobs)
+    ]
     ends = [worker.wait() for worker in workers]
     found = {key(run): run for run in done(options)}
     asked = [key(run) for run in runs(options)]
     if any(ends) or not found.keys() >= set(asked):
-        sys.exit("ablation: a worker ended before its work was done; the same command goes on from here")
+        sys.exit(
+            "ablation: a worker ended before its work was done; the same command goes on from here"
+        )
     rows = [found[each] for each in asked]
     setting = f"{options.task}, {options.epochs:g} epochs, seeds from 300, judged on a tenth of the training set"
     write(Path(options.out), setting, rows)
     parts(options).unlink()
     for row in rows:
         value = "" if row["value"] is None else json.dumps(row["value"])
-        print(f"{row['metric']:.4f}  {row['loss']:.4f}  {row['train_loss']:.4f}  {row['setting']:10} {row['knob']} {value}")
+        print(
+            f"{row['metric']:.4f}  {row['loss']:.4f}  {row['train_loss']:.4f}  {row['setting']:10} {row['knob']} {value}"
+        )
 
 
 if __name__ == "__main__":

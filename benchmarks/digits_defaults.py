@@ -37,12 +37,16 @@ def build(model: torch.nn.Module, lr: float, knob: str, value: Any) -> seng.SENG
     if knob in ("nesterov", "damping", "refresh_every"):
         return seng.SENG(model, lr=lr, **{knob: value})
     if value == "identity":
-        return seng.SENG(model, lr=2 * lr, curvature=seng.Curvature())  # low rank over λI, at its own best lr
+        return seng.SENG(
+            model, lr=2 * lr, curvature=seng.Curvature()
+        )  # low rank over λI, at its own best lr
     return seng.SENG(model, lr=lr, curvature=replace(usual(model), **{knob: value}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
@@ -52,7 +56,14 @@ def main() -> None:
     rows = []
     for knob, values in KNOBS.items():
         for value in values:
-            recipe = Recipe("SENG", lambda m, lr, k=knob, v=value: build(m, lr, k, v), (), LR, "", "")
+            recipe = Recipe(
+                "SENG",
+                lambda m, lr, k=knob, v=value: build(m, lr, k, v),
+                (),
+                LR,
+                "",
+                "",
+            )
             runs = [Run(recipe, seed, data, options.epochs) for seed in TUNING_SEEDS]
             for run in runs:
                 for _ in range(run.laps):
@@ -67,9 +78,7 @@ def main() -> None:
                 "ms_per_step": 1e3 * fmean(run.step_seconds for run in runs),
             }
             rows.append(row)
-            text = (
-                f"{row['accuracy']:.2f} ± {row['deviation']:.2f} %  loss {row['final_loss']:.5f}  {row['ms_per_step']:.1f} ms"
-            )
+            text = f"{row['accuracy']:.2f} ± {row['deviation']:.2f} %  loss {row['final_loss']:.5f}  {row['ms_per_step']:.1f} ms"
             print(f"{knob:14} {value!s:9} {text}", flush=True)
     setting = f"digits_cnn, lr {LR}, {options.epochs} epochs of batch 64, seeds {TUNING_SEEDS}, defaults but for the knob"
     record.write(options.out / "digits_defaults.json", setting, rows)

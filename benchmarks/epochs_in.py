@@ -38,16 +38,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="epochs of each optimizer in a time")
     parser.add_argument("task")
     parser.add_argument("seconds", type=float)
-    parser.add_argument("--optimizers", nargs="+", default=["seng-orthogonal", "sgd", "adam"])
+    parser.add_argument(
+        "--optimizers", nargs="+", default=["seng-orthogonal", "sgd", "adam"]
+    )
     parser.add_argument("--device")
     options = parser.parse_args()
     what, device = task(options.task), device_of(options.device)
     data = load(what.data, None)
     for name in options.optimizers:
-        training = Training(Run(what, what.recipe(name, what.epochs), stop=False), data, device)
+        training = Training(
+            Run(what, what.recipe(name, what.epochs), stop=False), data, device
+        )
         each = seconds_per_step(training, options.seconds / 2)
         epochs = options.seconds / (each * training.per_epoch)
-        print(f"{name:16} {epochs:8.3g} epochs of {1e3 * each:.2f} ms a step", flush=True)
+        print(
+            f"{name:16} {epochs:8.3g} epochs of {1e3 * each:.2f} ms a step", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,11 @@ def solution(x: Tensor) -> Tensor:
 
 
 def pde(model: nn.Module, x: Tensor) -> Tensor:
-    laplacian = vmap(hessian(lambda p: model(p[None]).squeeze()))(x).diagonal(dim1=1, dim2=2).sum(1)
+    laplacian = (
+        vmap(hessian(lambda p: model(p[None]).squeeze()))(x)
+        .diagonal(dim1=1, dim2=2)
+        .sum(1)
+    )
     return (laplacian + 2 * math.pi**2 * solution(x)) / len(x) ** 0.5
 
 
@@ -31,16 +35,34 @@ def boundary(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def points(inside: int, border: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
-    x, t, side = torch.rand(inside, 2, generator=chance), torch.rand(border, generator=chance), torch.arange(border) % 4
+    x, t, side = (
+        torch.rand(inside, 2, generator=chance),
+        torch.rand(border, generator=chance),
+        torch.arange(border) % 4,
+    )
     across = torch.where(side == 0, 0.0, torch.where(side == 1, 1.0, t))
     up = torch.where(side == 2, 0.0, torch.where(side == 3, 1.0, t))
     return x, torch.stack([across, up], 1)
 
 
-def errors(width: int, inside: int, border: int, steps: int, seed: int, fresh: bool = False, **options: Any) -> list[float]:
+def errors(
+    width: int,
+    inside: int,
+    border: int,
+    steps: int,
+    seed: int,
+    fresh: bool = False,
+    **options: Any,
+) -> list[float]:
     chance = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+    model = nn.Sequential(
+        nn.Linear(2, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, 1),
+    )
     fit = seng.LeastSquares(model, [pde, boundary], **options)
     test = torch.rand(4000, 2, generator=chance)
     batch, found = points(inside, border, chance), []
@@ -48,7 +70,11 @@ def errors(width: int, inside: int, border: int, steps: int, seed: int, fresh: b
         batch = points(inside, border, chance) if fresh else batch
         fit.step(*batch)
         with torch.no_grad():
-            found.append(float((model(test)[:, 0] - solution(test)).norm() / solution(test).norm()))
+            found.append(
+                float(
+                    (model(test)[:, 0] - solution(test)).norm() / solution(test).norm()
+                )
+            )
     return found
 
 
@@ -56,16 +82,38 @@ def main(sketches: bool) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     if sketches:
-        for sketch in (None, seng.sketch.CountSketch(4000), seng.sketch.CountSketch(1000)):
-            print(sketch, f"{errors(100, 250, 50, 60, 0, sketch=sketch)[-1]:.1e}", flush=True)
+        for sketch in (
+            None,
+            seng.sketch.CountSketch(4000),
+            seng.sketch.CountSketch(1000),
+        ):
+            print(
+                sketch,
+                f"{errors(100, 250, 50, 60, 0, sketch=sketch)[-1]:.1e}",
+                flush=True,
+            )
         return
-    for width, inside, border, seeds in ((20, 300, 80, 3), (32, 900, 120, 2), (64, 900, 120, 2)):
-        for options in ({}, {"fresh": True}, {"acceleration": False}, {"line_search": True}):
+    for width, inside, border, seeds in (
+        (20, 300, 80, 3),
+        (32, 900, 120, 2),
+        (64, 900, 120, 2),
+    ):
+        for options in (
+            {},
+            {"fresh": True},
+            {"acceleration": False},
+            {"line_search": True},
+        ):
             for seed in range(seeds):
                 found = errors(width, inside, border, MARKS[-1], seed, **options)
-                first = next((i for i, error in enumerate(found, 1) if error <= 1e-5), None)
+                first = next(
+                    (i for i, error in enumerate(found, 1) if error <= 1e-5), None
+                )
                 said = ", ".join(f"{found[mark - 1]:.0e}" for mark in MARKS)
-                print(f"width {width}, {options or 'default'}, seed {seed}: {said}; 1e-5 at step {first}", flush=True)
+                print(
+                    f"width {width}, {options or 'default'}, seed {seed}: {said}; 1e-5 at step {first}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ WAYS = {"from Y each time": (1,) * sum(polar.STEPS), "on S alone": polar.STEPS}
 
 
 def milliseconds(build: str, rounds: int, device: torch.device) -> dict[str, float]:
-    optimizers, wait = {}, torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    optimizers, wait = (
+        {},
+        torch.cuda.synchronize if device.type == "cuda" else lambda: None,
+    )
     for way, steps in WAYS.items():
         torch.manual_seed(0)
         model = MODELS[build]().to(device)
@@ -51,17 +54,35 @@ def milliseconds(build: str, rounds: int, device: torch.device) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=100 if device.type == "cuda" else 7)
-    parser.add_argument("--out", type=Path, default=Path(f"results/bench/newton-schulz-{device.type}.json"))
+    parser.add_argument(
+        "--rounds", type=int, default=100 if device.type == "cuda" else 7
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(f"results/bench/newton-schulz-{device.type}.json"),
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for build in MODELS:
         row = milliseconds(build, options.rounds, device)
-        rows.append({"model": build, **row, "ratio": row["on S alone"] / row["from Y each time"]})
-    record.write(options.out, f"milliseconds of opt.step(), medians of {options.rounds} in turns", rows)
+        rows.append(
+            {
+                "model": build,
+                **row,
+                "ratio": row["on S alone"] / row["from Y each time"],
+            }
+        )
+    record.write(
+        options.out,
+        f"milliseconds of opt.step(), medians of {options.rounds} in turns",
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -31,14 +31,21 @@ from seng.metrics import job, refresh
 from seng.optim import optimizer, preconditioner
 
 
-def backward(task: Task, model: nn.Module, opt: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def backward(
+    task: Task,
+    model: nn.Module,
+    opt: torch.optim.Optimizer,
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     opt.zero_grad()
     with torch.autocast("cuda", torch.bfloat16, enabled=batch[0].is_cuda):
         loss = task.loss(model(batch[0]), batch[1])
     loss.backward()
 
 
-def host_microseconds(prepare: Callable[[], None], step: Callable[[], object], wait: Callable[[], None]) -> float:
+def host_microseconds(
+    prepare: Callable[[], None], step: Callable[[], object], wait: Callable[[], None]
+) -> float:
     times = []
     for _ in range(10):
         prepare()
@@ -62,7 +69,9 @@ PARTS = {  # of a step with a refresh: where the host spends its time, each with
 }
 
 
-def host_parts(whole: Callable[[], None], opt: torch.optim.Optimizer, wait: Callable[[], None]) -> list[str]:
+def host_parts(
+    whole: Callable[[], None], opt: torch.optim.Optimizer, wait: Callable[[], None]
+) -> list[str]:
     """Median milliseconds of each part over five steps with a refresh."""
     spent: dict[str, list[float]] = {name: [] for name in PARTS}
     totals = []
@@ -93,8 +102,12 @@ def host_parts(whole: Callable[[], None], opt: torch.optim.Optimizer, wait: Call
             whole()
             wait()
             totals.append(1e3 * (time.perf_counter() - start))
-    lines = [f"seng, a step with a refresh, on the host: {statistics.median(totals):.1f} ms in all"]
-    return lines + [f"  {statistics.median(times):8.2f} ms  {name}" for name, times in spent.items()]
+    lines = [
+        f"seng, a step with a refresh, on the host: {statistics.median(totals):.1f} ms in all"
+    ]
+    return lines + [
+        f"  {statistics.median(times):8.2f} ms  {name}" for name, times in spent.items()
+    ]
 
 
 @contextmanager
@@ -108,7 +121,9 @@ def patches() -> Iterator[Callable[[object, str, object], None]]:
         yield patch
 
 
-def profiled(work: Callable[[], None], wait: Callable[[], None], cuda: bool) -> list[str]:
+def profiled(
+    work: Callable[[], None], wait: Callable[[], None], cuda: bool
+) -> list[str]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     wait()
     with profile(activities=activities) as seen:
@@ -116,20 +131,45 @@ def profiled(work: Callable[[], None], wait: Callable[[], None], cuda: bool) -> 
         wait()
     device = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     key = "self_device_time_total" if cuda else "self_cpu_time_total"
-    events = [e for e in seen.key_averages() if e.device_type == device and "#" not in e.key]
+    events = [
+        e for e in seen.key_averages() if e.device_type == device and "#" not in e.key
+    ]
     events.sort(key=lambda e: -getattr(e, key))
-    launches = sum(e.count for e in seen.key_averages() if "LaunchKernel" in e.key or "GraphLaunch" in e.key)
-    lines = [f"{sum(getattr(e, key) for e in events) / 1e3:.2f} ms busy, {launches} launches"]
-    return lines + [f"  {getattr(e, key) / 1e3:8.3f} ms ×{e.count:5d}  {e.key[:90]}" for e in events[:15]]
+    launches = sum(
+        e.count
+        for e in seen.key_averages()
+        if "LaunchKernel" in e.key or "GraphLaunch" in e.key
+    )
+    lines = [
+        f"{sum(getattr(e, key) for e in events) / 1e3:.2f} ms busy, {launches} launches"
+    ]
+    return lines + [
+        f"  {getattr(e, key) / 1e3:8.3f} ms ×{e.count:5d}  {e.key[:90]}"
+        for e in events[:15]
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(TASKS), default="resnet18" if torch.cuda.is_available() else "small_cnn")
-    parser.add_argument("--preset", choices=list(PRESETS), default="default", help="as of seng bench; T is at most 10 here")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        choices=list(TASKS),
+        default="resnet18" if torch.cuda.is_available() else "small_cnn",
+    )
+    parser.add_argument(
+        "--preset",
+        choices=list(PRESETS),
+        default="default",
+        help="as of seng bench; T is at most 10 here",
+    )
     parser.add_argument("--out", type=Path, default=Path("results/bench"))
     options = parser.parse_args()
-    task, device = TASKS[options.model], torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    task, device = (
+        TASKS[options.model],
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+    )
     batches = task.batches(0, device, task.pool)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     preset = PRESETS[options.preset]
@@ -139,36 +179,72 @@ def main() -> None:
         model = task.build().to(device, memory_format=memory_format(task, device))
         opt: torch.optim.Optimizer
         if name == "sgd":
-            opt = torch.optim.SGD(model.parameters(), task.lr, momentum=0.9, fused=device.type == "cuda" or None)
+            opt = torch.optim.SGD(
+                model.parameters(),
+                task.lr,
+                momentum=0.9,
+                fused=device.type == "cuda" or None,
+            )
         elif name == "seng orthogonal":
             opt = seng.SENG(model, task.lr, **seng.presets.orthogonal())
         else:
-            curvature = seng.Curvature(rank=preset.rank, decay=preset.decay, samples=preset.samples, memory=preset.memory)
-            opt = seng.SENG(model, task.lr, refresh_every=min(preset.every or 10, 10), curvature=curvature)
+            curvature = seng.Curvature(
+                rank=preset.rank,
+                decay=preset.decay,
+                samples=preset.samples,
+                memory=preset.memory,
+            )
+            opt = seng.SENG(
+                model,
+                task.lr,
+                refresh_every=min(preset.every or 10, 10),
+                curvature=curvature,
+            )
         steps = iter(range(10**9))
 
-        def prepare(model: nn.Module = model, opt: torch.optim.Optimizer = opt, steps=steps) -> None:
+        def prepare(
+            model: nn.Module = model, opt: torch.optim.Optimizer = opt, steps=steps
+        ) -> None:
             backward(task, model, opt, batches[next(steps) % len(batches)])
 
-        def whole(prepare: Callable[[], None] = prepare, opt: torch.optim.Optimizer = opt) -> None:
+        def whole(
+            prepare: Callable[[], None] = prepare, opt: torch.optim.Optimizer = opt
+        ) -> None:
             prepare()
             opt.step()
 
         for _ in range(40):  # four refreshes, with the recordings that they make
             whole()
-        lines += [f"{name}, a step with a refresh", *profiled(whole, wait, device.type == "cuda")] if name == "seng" else []
+        lines += (
+            [
+                f"{name}, a step with a refresh",
+                *profiled(whole, wait, device.type == "cuda"),
+            ]
+            if name == "seng"
+            else []
+        )
         for _ in range(4 if name == "seng" else 0):
             whole()
-        lines += [f"{name}, a step without", *profiled(whole, wait, device.type == "cuda")]
+        lines += [
+            f"{name}, a step without",
+            *profiled(whole, wait, device.type == "cuda"),
+        ]
         if name == "seng":
             lines += host_parts(whole, opt, wait)
             opt.preconditioner.refresh_every = 10**9
         prepare()
-        lines += [f"{name}, opt.step() alone", *profiled(opt.step, wait, device.type == "cuda")]
-        lines.append(f"{name}, host time of opt.step(): {host_microseconds(prepare, opt.step, wait):.0f} µs")
+        lines += [
+            f"{name}, opt.step() alone",
+            *profiled(opt.step, wait, device.type == "cuda"),
+        ]
+        lines.append(
+            f"{name}, host time of opt.step(): {host_microseconds(prepare, opt.step, wait):.0f} µs"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     named = [task.name] + [options.preset] * (options.preset != "default")
-    (options.out / f"profile-{'-'.join(named)}-{device.type}.txt").write_text("\n".join(lines) + "\n")
+    (options.out / f"profile-{'-'.join(named)}-{device.type}.txt").write_text(
+        "\n".join(lines) + "\n"
+    )
     print("\n".join(lines))
 
 

@@ -26,5 +26,11 @@ def write(path: Path, setting: str, rows: Any) -> None:
     """Write and show it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**provenance(command(), device), "setting": setting, "rows": rows}, indent=1) + "\n")
+    path.write_text(
+        json.dumps(
+            {**provenance(command(), device), "setting": setting, "rows": rows},
+            indent=1,
+        )
+        + "\n"
+    )
     print(path.read_text())

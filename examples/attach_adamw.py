@@ -6,9 +6,13 @@ from torch import nn
 import seng
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Conv1d(1, 16, 5, padding=2), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 32, 4))
+model = nn.Sequential(
+    nn.Conv1d(1, 16, 5, padding=2), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 32, 4)
+)
 x = torch.randn(256, 1, 32)
-y = x.square().sum((1, 2)).argsort().argsort() * 4 // 256  # which quarter of the batch's energies
+y = (
+    x.square().sum((1, 2)).argsort().argsort() * 4 // 256
+)  # which quarter of the batch's energies
 
 adamw = torch.optim.AdamW(model.parameters(), lr=2e-3)
 handle = seng.attach(adamw, model, damping=0.1, refresh_every=10)
@@ -21,5 +25,9 @@ for _ in range(100):
     adamw.step()
 print(f"final loss {loss.item():.4f}")
 
-checkpoint = {"model": model.state_dict(), "adamw": adamw.state_dict(), "seng": handle.state_dict()}
+checkpoint = {
+    "model": model.state_dict(),
+    "adamw": adamw.state_dict(),
+    "seng": handle.state_dict(),
+}
 handle.remove()  # from here on it is AdamW alone

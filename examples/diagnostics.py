@@ -18,7 +18,10 @@ model = nn.Sequential(
 )
 opt = seng.SENG(model, lr=0.1, curvature=seng.Curvature(sketch=seng.sketch.Rows(128)))
 
-with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:  # for you: SummaryWriter("runs/mine")
+with (
+    tempfile.TemporaryDirectory() as folder,
+    SummaryWriter(folder) as writer,
+):  # for you: SummaryWriter("runs/mine")
     opt.register_step_post_hook(seng.TensorBoard(writer))  # the one line
     for _ in range(100):
         batch = torch.randint(1500, (64,))
@@ -26,9 +29,19 @@ with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:  
         nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
         opt.step()
 
-numbers = ("effective_rank", "top_eigenvalue", "damping", "cosine", "norm_ratio", "sketch_error", "bytes")
+numbers = (
+    "effective_rank",
+    "top_eigenvalue",
+    "damping",
+    "cosine",
+    "norm_ratio",
+    "sketch_error",
+    "bytes",
+)
 print("layer ", *(f"{name:>14}" for name in numbers))
 for layer, entry in opt.diagnostics().items():
     print(f"{layer:6}", *(f"{entry[name]:14.3g}" for name in numbers))
 with torch.no_grad():
-    print(f"final loss {nn.functional.cross_entropy(model.eval()(x[1500:]), y[1500:]).item():.4f}")
+    print(
+        f"final loss {nn.functional.cross_entropy(model.eval()(x[1500:]), y[1500:]).item():.4f}"
+    )

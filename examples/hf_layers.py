@@ -12,30 +12,50 @@ import seng
 from seng.layers import columns, factors, positions
 
 
-def rows(layer: Conv1D, name: str, p: Tensor) -> Tensor:  # the weight is (in, out), and a block wants (1, out, in)
+def rows(
+    layer: Conv1D, name: str, p: Tensor
+) -> Tensor:  # the weight is (in, out), and a block wants (1, out, in)
     return p.T[None] if name == "weight" else p[None, :, None]
 
 
-@factors(Conv1D, layout=(rows, lambda layer, name, d: d[0].T if name == "weight" else d.flatten()))
+@factors(
+    Conv1D,
+    layout=(rows, lambda layer, name, d: d[0].T if name == "weight" else d.flatten()),
+)
 def _(layer: Conv1D, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return positions(g).mT, positions(a).mT
 
 
 @columns(LlamaRMSNorm)
 def _(layer: LlamaRMSNorm, a: Tensor, g: Tensor) -> dict[str, Tensor]:
-    return {"weight": positions(g * a * (a.square().mean(-1, keepdim=True) + layer.variance_epsilon).rsqrt()).sum(1)}
+    return {
+        "weight": positions(
+            g * a * (a.square().mean(-1, keepdim=True) + layer.variance_epsilon).rsqrt()
+        ).sum(1)
+    }
 
 
 torch.manual_seed(0)
 text = torch.tensor(list((Path(__file__).parent.parent / "LICENSE").read_bytes()))
 blocks = text.unfold(0, 64, 32)
-shape = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+shape = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 llama = LlamaForCausalLM(LlamaConfig(intermediate_size=64, **shape))
-gpt2 = GPT2LMHeadModel(GPT2Config(n_positions=64, bos_token_id=0, eos_token_id=0, **shape))
-seng.layers.arrange(gpt2.transformer.wpe, None)  # positions are not samples: it keeps the plain gradient
+gpt2 = GPT2LMHeadModel(
+    GPT2Config(n_positions=64, bos_token_id=0, eos_token_id=0, **shape)
+)
+seng.layers.arrange(
+    gpt2.transformer.wpe, None
+)  # positions are not samples: it keeps the plain gradient
 losses = []
 for model in (gpt2, llama):
-    opt = seng.SENG(model, lr=0.2, strict=True)  # strict: every parameter must be covered or left out on request
+    opt = seng.SENG(
+        model, lr=0.2, strict=True
+    )  # strict: every parameter must be covered or left out on request
     for _ in range(80):
         batch = blocks[torch.randint(len(blocks), (16,))]
         opt.zero_grad()

@@ -12,28 +12,58 @@ from torch.utils.data import DataLoader, TensorDataset
 import seng
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", module="lightning")  # it would like more workers and a logger
+warnings.filterwarnings(
+    "ignore", module="lightning"
+)  # it would like more workers and a logger
 
 
 class Digits(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        conv = nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        conv = nn.Sequential(
+            nn.Conv2d(1, 16, 3),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+        )
         self.net = nn.Sequential(conv, nn.Flatten(), nn.Linear(16 * 9, 10))
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
-    def configure_optimizers(self) -> tuple[list[seng.SENG], list[torch.optim.lr_scheduler.LRScheduler]]:
-        opt = seng.SENG(self, lr=0.1, weight_decay=1e-4)  # was: torch.optim.SGD(self.parameters(), lr=0.1, …)
-        return [opt], [torch.optim.lr_scheduler.CosineAnnealingLR(opt, self.trainer.max_epochs)]
+    def configure_optimizers(
+        self,
+    ) -> tuple[list[seng.SENG], list[torch.optim.lr_scheduler.LRScheduler]]:
+        opt = seng.SENG(
+            self, lr=0.1, weight_decay=1e-4
+        )  # was: torch.optim.SGD(self.parameters(), lr=0.1, …)
+        return [opt], [
+            torch.optim.lr_scheduler.CosineAnnealingLR(opt, self.trainer.max_epochs)
+        ]
 
 
 torch.manual_seed(0)
 x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
 x = x.float().view(-1, 1, 8, 8) / 16
-quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-trainer = L.Trainer(max_epochs=6, accumulate_grad_batches=2, gradient_clip_val=1.0, accelerator="cpu", **quiet)
-trainer.fit(model := Digits(), DataLoader(TensorDataset(x[:1500], y[:1500]), 64, shuffle=True))
-print({name: layer["form"] for name, layer in trainer.optimizers[0].diagnostics().items()})
-print(f"final loss {model.eval().training_step([x[1500:], y[1500:]], 0).item():.4f}")  # on digits it has not seen
+quiet = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+trainer = L.Trainer(
+    max_epochs=6,
+    accumulate_grad_batches=2,
+    gradient_clip_val=1.0,
+    accelerator="cpu",
+    **quiet,
+)
+trainer.fit(
+    model := Digits(), DataLoader(TensorDataset(x[:1500], y[:1500]), 64, shuffle=True)
+)
+print(
+    {name: layer["form"] for name, layer in trainer.optimizers[0].diagnostics().items()}
+)
+print(
+    f"final loss {model.eval().training_step([x[1500:], y[1500:]], 0).item():.4f}"
+)  # on digits it has not seen

@@ -19,7 +19,9 @@ class Gated(nn.Module):
 
 @seng.layers.factors(Gated)
 def _(layer: Gated, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    return g[:, :, None], a.tanh()[:, :, None]  # Ĝ (samples, n_G, κ = 1) and Â (samples, n_A, κ = 1)
+    return g[:, :, None], a.tanh()[
+        :, :, None
+    ]  # Ĝ (samples, n_G, κ = 1) and Â (samples, n_A, κ = 1)
 
 
 torch.manual_seed(0)

@@ -10,7 +10,9 @@ model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(inplace=True), nn.Linear(64, 1)
 x = torch.randn(512, 20)
 y = x[:, :5].prod(1, keepdim=True).tanh()
 
-opt = seng.SENG(model, lr=0.1, weight_decay=1e-4)  # was: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, …)
+opt = seng.SENG(
+    model, lr=0.1, weight_decay=1e-4
+)  # was: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, …)
 
 print(seng.explain(model, x[:64]))
 for step in range(200):

@@ -15,7 +15,11 @@ from seng.tell.explanation import Explanation, explain
 from seng.tell.state import expect_curvature
 from seng.version import __version__
 
-for _public in (presets, schedules, sketch):  # `from seng.schedules import …` works as `seng.schedules` does
+for _public in (
+    presets,
+    schedules,
+    sketch,
+):  # `from seng.schedules import …` works as `seng.schedules` does
     sys.modules[f"seng.{_public.__name__.split('.')[-1]}"] = _public
 
 __all__ = [

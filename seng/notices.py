@@ -22,7 +22,10 @@ class Notices:
         """Parameters without a block, and why; those that were left out on request are not mentioned."""
         unasked = {name: why for name, why in reasons.items() if why != ON_REQUEST}
         if unasked:
-            self._refuse("uncovered", f"these parameters take the plain gradient: {listed(unasked)}")
+            self._refuse(
+                "uncovered",
+                f"these parameters take the plain gradient: {listed(unasked)}",
+            )
 
     def plain(self, layer: str, why: str) -> None:
         self._refuse(layer, f"layer '{layer}' takes the plain gradient: {why}")
@@ -47,7 +50,10 @@ class Notices:
     def sketch(self, sketch: Sketch | None, d: Dims) -> None:
         if sketch is not None and d.own is None and sketch.exceeds(d.shape):
             what = "it" if sketch.covers(d.shape) else "that side of it"
-            self._once("sketch", f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}: {what} is then taken exactly")
+            self._once(
+                "sketch",
+                f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}: {what} is then taken exactly",
+            )
 
     def traffic(self, k: int, every: int) -> None:
         """Refreshes that send more than training itself does."""
@@ -61,8 +67,15 @@ class Notices:
     def renewed(self, strategy: str, had_any: bool) -> None:
         """Ranks that cannot go on with what each of them loaded."""
         if had_any:
-            why = "each rank has its own" if strategy != "shared" else "the ranks loaded different ones"
-            self._once("loaded", f"the loaded curvature is left aside, since {why}: the next step refreshes it")
+            why = (
+                "each rank has its own"
+                if strategy != "shared"
+                else "the ranks loaded different ones"
+            )
+            self._once(
+                "loaded",
+                f"the loaded curvature is left aside, since {why}: the next step refreshes it",
+            )
 
     def _refuse(self, key: str, message: str) -> None:
         if self.strict:
@@ -99,13 +112,22 @@ def listed(reasons: Mapping[str, str], most: int = 5) -> str:
     by_reason: dict[str, list[str]] = {}
     for name, why in reasons.items():
         by_reason.setdefault(why, []).append(name)
-    lines = [f"{', '.join(names[:most])}{', …' if len(names) > most else ''} ({why})" for why, names in by_reason.items()]
-    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more reasons, see seng.explain" if len(lines) > most else "")
+    lines = [
+        f"{', '.join(names[:most])}{', …' if len(names) > most else ''} ({why})"
+        for why, names in by_reason.items()
+    ]
+    return "; ".join(lines[:most]) + (
+        f"; and {len(lines) - most} more reasons, see seng.explain"
+        if len(lines) > most
+        else ""
+    )
 
 
 def warn(message: str) -> None:
     """A warning that points to the user's own line, past ours and torch's."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("seng", "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[
+        0
+    ] in ("seng", "torch"):
         frame, level = frame.f_back, level + 1
     warnings.warn(f"seng: {message}", stacklevel=level)

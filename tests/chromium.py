@@ -44,16 +44,30 @@ class Page:
         self.count, self.session, self.rest = 0, "", b""
         self.requests: list[str] = []
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         self.ask("Page.enable")
         self.ask("Network.enable")
-        self.ask("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+        self.ask(
+            "Network.emulateNetworkConditions",
+            offline=True,
+            latency=0,
+            downloadThroughput=0,
+            uploadThroughput=0,
+        )
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One order and its answer; requests that the page makes meanwhile are noted."""
         self.count += 1
         order = {"id": self.count, "method": method, "params": parameters}
-        os.write(self.orders, json.dumps(order | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
+        os.write(
+            self.orders,
+            json.dumps(
+                order | ({"sessionId": self.session} if self.session else {})
+            ).encode()
+            + b"\0",
+        )
         while True:
             while b"\0" not in self.rest:
                 got = os.read(self.answers, 1 << 20)
@@ -71,22 +85,37 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of a script, awaited."""
-        answer = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        answer = self.ask(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(json.dumps(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
-    def open(self, address: str, scheme: str = "light", width: int = 1280, height: int = 900) -> None:
+    def open(
+        self, address: str, scheme: str = "light", width: int = 1280, height: int = 900
+    ) -> None:
         """Until the page says that it is ready."""
-        self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.ask(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         self.ask("Page.navigate", url="about:blank")
         self.ask("Page.navigate", url=address)
         ready = f"location.href === {json.dumps(address)} && document.documentElement?.dataset.ready"
         end = time.monotonic() + 30
         while not self._there(ready):
             if time.monotonic() > end:
-                raise TimeoutError(f"{address} is not ready: {self.run('document.documentElement.dataset.errors')}")
+                raise TimeoutError(
+                    f"{address} is not ready: {self.run('document.documentElement.dataset.errors')}"
+                )
             time.sleep(0.05)
 
     def _there(self, script: str) -> bool:
@@ -105,11 +134,27 @@ class Page:
 def browse(program: str, profile: Path) -> Iterator[Page]:
     """A browser with one tab, ended at the end."""
     pipes = [*os.pipe(), *os.pipe()]
-    theirs, orders, answers, back = (fcntl(end, F_DUPFD, 10) for end in pipes)  # clear of the descriptors 3 and 4
+    theirs, orders, answers, back = (
+        fcntl(end, F_DUPFD, 10) for end in pipes
+    )  # clear of the descriptors 3 and 4
     for end in pipes:
         os.close(end)
-    command = [sys.executable, "-c", START, str(theirs), str(back), program, *FLAGS, f"--user-data-dir={profile}"]
-    process = subprocess.Popen(command, pass_fds=(theirs, back), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-c",
+        START,
+        str(theirs),
+        str(back),
+        program,
+        *FLAGS,
+        f"--user-data-dir={profile}",
+    ]
+    process = subprocess.Popen(
+        command,
+        pass_fds=(theirs, back),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     os.close(theirs)
     os.close(back)
     try:

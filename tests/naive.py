@@ -17,14 +17,29 @@ def flat(tensors) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def per_sample_gradients(model: nn.Module, x: Tensor, target: Tensor, params=None, loss=loss_of) -> Tensor:
+def per_sample_gradients(
+    model: nn.Module, x: Tensor, target: Tensor, params=None, loss=loss_of
+) -> Tensor:
     """u_i as the rows of (ϱ, n): the gradient of each sample's own loss, one backward each."""
     params = trained(model) if params is None else params
     rows = []
     for i in range(x.shape[0]):
-        grads = torch.autograd.grad(loss(model(x[i : i + 1]), target[i : i + 1]), params, allow_unused=True)
-        rows.append(flat([torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]))
-    return torch.stack(rows) if rows else torch.zeros(0, sum(p.numel() for p in params), dtype=x.dtype)
+        grads = torch.autograd.grad(
+            loss(model(x[i : i + 1]), target[i : i + 1]), params, allow_unused=True
+        )
+        rows.append(
+            flat(
+                [
+                    torch.zeros_like(p) if g is None else g
+                    for p, g in zip(params, grads, strict=True)
+                ]
+            )
+        )
+    return (
+        torch.stack(rows)
+        if rows
+        else torch.zeros(0, sum(p.numel() for p in params), dtype=x.dtype)
+    )
 
 
 def fisher(u: Tensor) -> Tensor:
@@ -46,7 +61,10 @@ def batch_norm_gradients(layer: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     mean = x.mean(over).view(shape)
     var = x.var(over, unbiased=False).view(shape)
     x_hat = (x - mean) / (var + layer.eps).sqrt()
-    weight, bias = (g * x_hat).flatten(2).sum(2) if x.dim() > 2 else g * x_hat, g.flatten(2).sum(2) if x.dim() > 2 else g
+    weight, bias = (
+        (g * x_hat).flatten(2).sum(2) if x.dim() > 2 else g * x_hat,
+        g.flatten(2).sum(2) if x.dim() > 2 else g,
+    )
     return len(x) * torch.cat([weight, bias], 1)
 
 
@@ -59,12 +77,16 @@ def sides(layer: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """What a linear layer or a convolution saw and what came back, position by position: rows (h, N, n_A), (h, N, n_G)."""
     if isinstance(layer, nn.Conv2d):
         h = layer.groups
-        windows = nn.functional.unfold(a, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        windows = nn.functional.unfold(
+            a, layer.kernel_size, layer.dilation, layer.padding, layer.stride
+        )
         A = windows.unflatten(1, (h, -1)).permute(1, 0, 3, 2).flatten(1, 2)
         G = g.flatten(2).unflatten(1, (h, -1)).permute(1, 0, 3, 2).flatten(1, 2)
     else:
         A, G = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
-    return (A if layer.bias is None else torch.cat([A, torch.ones_like(A[..., :1])], 2)), G
+    return (
+        A if layer.bias is None else torch.cat([A, torch.ones_like(A[..., :1])], 2)
+    ), G
 
 
 def kronecker_metric(A: Tensor, G: Tensor, power: float, floor: float) -> Tensor:
@@ -73,9 +95,14 @@ def kronecker_metric(A: Tensor, G: Tensor, power: float, floor: float) -> Tensor
     def powers(C: Tensor) -> list[Tensor]:
         """C^p of each group, eigenvalues at least floor·the mean of all groups'."""
         e, V = torch.linalg.eigh(C)
-        return [W @ torch.diag(x.clamp_min(floor * float(e.mean())) ** power) @ W.T for x, W in zip(e, V, strict=True)]
+        return [
+            W @ torch.diag(x.clamp_min(floor * float(e.mean())) ** power) @ W.T
+            for x, W in zip(e, V, strict=True)
+        ]
 
-    P = torch.block_diag(*(torch.kron(P_G, P_A) for P_G, P_A in zip(powers(G), powers(A), strict=True)))
+    P = torch.block_diag(
+        *(torch.kron(P_G, P_A) for P_G, P_A in zip(powers(G), powers(A), strict=True))
+    )
     return P / P.diagonal().mean()
 
 

@@ -14,11 +14,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _serve(rank: int, size: int, store: str, timeout: float, inbox: Any, outbox: Any) -> None:
+def _serve(
+    rank: int, size: int, store: str, timeout: float, inbox: Any, outbox: Any
+) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     files = dist.FileStore(store, size)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        "gloo",
+        store=files,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )
     while (order := inbox.get()) is not None:
         function, args = order
         torch.set_default_dtype(torch.float64)
@@ -42,7 +50,15 @@ class Ranks:
         self.inboxes = [context.SimpleQueue() for _ in range(size)]
         self.processes = [
             context.Process(
-                target=_serve, args=(rank, size, f"{self.folder.name}/store", timeout, self.inboxes[rank], self.outbox)
+                target=_serve,
+                args=(
+                    rank,
+                    size,
+                    f"{self.folder.name}/store",
+                    timeout,
+                    self.inboxes[rank],
+                    self.outbox,
+                ),
             )
             for rank in range(size)
         ]
@@ -53,7 +69,9 @@ class Ranks:
         """What each rank returned, or the error that it raised, as text."""
         for inbox in self.inboxes:
             inbox.put((function, args))
-        found = sorted((self.outbox.get() for _ in range(self.size)), key=lambda entry: entry[0])
+        found = sorted(
+            (self.outbox.get() for _ in range(self.size)), key=lambda entry: entry[0]
+        )
         return [(value, error) for _, value, error in found]
 
     def __call__(self, function: Any, *args: Any) -> list[Any]:

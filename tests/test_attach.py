@@ -20,7 +20,10 @@ def network():
 def train(model, opt, steps, start=0, closure=False):
     for i in range(start, start + steps):
         generator = torch.Generator().manual_seed(i)
-        x, target = torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
+        x, target = (
+            torch.randn(8, 5, generator=generator),
+            torch.randn(8, 3, generator=generator),
+        )
 
         def backward(x=x, target=target):
             opt.zero_grad()
@@ -49,7 +52,9 @@ def test_attached_to_sgd_it_is_seng(closure):
     torch.testing.assert_close(values(ours), values(theirs))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
+)
 def test_any_optimizer_sees_the_directions(kind):
     model, plain = network(), network()
     opt, alone = kind(model.parameters(), lr=0.01), kind(plain.parameters(), lr=0.01)
@@ -61,8 +66,12 @@ def test_any_optimizer_sees_the_directions(kind):
     opt = kind(limit.parameters(), lr=0.01)
     seng.attach(opt, limit, refresh_every=2, damping=1e15)
     train(limit, opt, 5)
-    torch.testing.assert_close(values(limit), values(plain))  # and in the limit it is the optimizer alone
-    assert all(isinstance(key, torch.Tensor) for key in opt.state)  # nothing of ours is in the optimizer's state
+    torch.testing.assert_close(
+        values(limit), values(plain)
+    )  # and in the limit it is the optimizer alone
+    assert all(
+        isinstance(key, torch.Tensor) for key in opt.state
+    )  # nothing of ours is in the optimizer's state
     assert handle.diagnostics()["0"]["form"] == "merged"
 
 
@@ -99,7 +108,9 @@ def test_the_handle_keeps_its_own_state():
     resumed = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
     attached = seng.attach(resumed, other, damping=0.7, refresh_every=3)
     file.seek(0)
-    for target, state in zip((other, resumed, attached), torch.load(file, weights_only=True), strict=True):
+    for target, state in zip(
+        (other, resumed, attached), torch.load(file, weights_only=True), strict=True
+    ):
         target.load_state_dict(state)
     train(other, resumed, 5, 4)
     assert torch.equal(values(model), values(other))
@@ -120,18 +131,27 @@ def test_curvature_from_a_batch_of_its_own_is_sengs():
     results = []
     for attached in (False, True):
         model = network()
-        opt = torch.optim.SGD(model.parameters(), lr=0.05) if attached else seng.SENG(model, lr=0.05, momentum=0.0)
+        opt = (
+            torch.optim.SGD(model.parameters(), lr=0.05)
+            if attached
+            else seng.SENG(model, lr=0.05, momentum=0.0)
+        )
         source = seng.attach(opt, model) if attached else opt
         generator = torch.Generator().manual_seed(9)
         with source.curvature_batch():
-            x, target = torch.randn(9, 5, generator=generator), torch.randn(9, 3, generator=generator)
+            x, target = (
+                torch.randn(9, 5, generator=generator),
+                torch.randn(9, 3, generator=generator),
+            )
             naive.loss_of(model(x), target).backward()
         train(model, opt, 3)
         results.append(values(model))
     torch.testing.assert_close(*results)
     other = network()
     train(other, seng.SENG(other, lr=0.05, momentum=0.0), 3)
-    assert naive.relative_error(values(other), results[0]) > 1e-6  # the batch did matter
+    assert (
+        naive.relative_error(values(other), results[0]) > 1e-6
+    )  # the batch did matter
 
 
 def test_a_group_that_is_added_later_is_covered():
@@ -141,7 +161,10 @@ def test_a_group_that_is_added_later_is_covered():
     train(model, opt, 1)
     opt.add_param_group({"params": list(model[3].parameters())})
     train(model, opt, 3)
-    assert handle.diagnostics()["3"]["form"] == "merged" and len(model[0]._forward_hooks) == 1
+    assert (
+        handle.diagnostics()["3"]["form"] == "merged"
+        and len(model[0]._forward_hooks) == 1
+    )
 
 
 def test_a_handle_is_not_copied():
@@ -155,7 +178,10 @@ def test_a_handle_is_not_copied():
 def test_a_step_that_a_fused_optimizer_skips_does_not_count():
     model = nn.Linear(3, 2).float()
     adam = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-    handle, scaler = seng.attach(adam, model), torch.amp.GradScaler("cpu", init_scale=8.0)
+    handle, scaler = (
+        seng.attach(adam, model),
+        torch.amp.GradScaler("cpu", init_scale=8.0),
+    )
     for bad in (torch.inf, 1.0):
         adam.zero_grad()
         scaler.scale(bad * model(torch.ones(4, 3).float()).square().mean()).backward()
@@ -184,7 +210,9 @@ def test_what_is_no_curvature_is_refused(curvature):
     model = network()
     for build in (
         lambda: seng.SENG(model, 0.1, curvature=curvature),
-        lambda: seng.attach(torch.optim.SGD(model.parameters(), 0.1), model, curvature=curvature),
+        lambda: seng.attach(
+            torch.optim.SGD(model.parameters(), 0.1), model, curvature=curvature
+        ),
     ):
         with pytest.raises(TypeError, match="curvature is a seng.Curvature, not"):
             build()

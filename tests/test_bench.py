@@ -26,19 +26,44 @@ SETTING = contenders.Setting(20, 0.01, True, 32, 0.0, None)
 
 
 def network() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(36, 5))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(36, 5),
+    )
 
 
 def tiny_cnn() -> nn.Sequential:
-    return nn.Sequential(*models.conv_norm(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(4 * 8 * 8, 4))
+    return nn.Sequential(
+        *models.conv_norm(3, 4, 3),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(4 * 8 * 8, 4),
+    )
 
 
 def tiny_gpt2() -> nn.Module:
     return models.gpt2(2, 16, 2, 32, 8)
 
 
-TINY = Task("tiny", tiny_cnn, images, 8, 8, 4, True, pool=2, every=6, warm=3, window=2, rounds=2)
-TINY_TEXT = Task("tiny_text", tiny_gpt2, tokens, 4, 8, 32, pool=2, every=6, warm=3, window=2, rounds=2)
+TINY = Task(
+    "tiny", tiny_cnn, images, 8, 8, 4, True, pool=2, every=6, warm=3, window=2, rounds=2
+)
+TINY_TEXT = Task(
+    "tiny_text",
+    tiny_gpt2,
+    tokens,
+    4,
+    8,
+    32,
+    pool=2,
+    every=6,
+    warm=3,
+    window=2,
+    rounds=2,
+)
 
 
 @pytest.fixture
@@ -55,7 +80,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch, float32: None) -> None:
     monkeypatch.setitem(TASKS, "tiny_text", TINY_TEXT)
 
 
-def dense(u: torch.Tensor, g: torch.Tensor, damping: float, relative: bool) -> torch.Tensor:
+def dense(
+    u: torch.Tensor, g: torch.Tensor, damping: float, relative: bool
+) -> torch.Tensor:
     """λ(M + λI)⁻¹g by a dense solve."""
     M = naive.fisher(u)
     lam = damping * float(torch.linalg.eigvalsh(M)[-1]) if relative else damping
@@ -64,8 +91,12 @@ def dense(u: torch.Tensor, g: torch.Tensor, damping: float, relative: bool) -> t
 
 @pytest.mark.parametrize("samples", [None, 4])
 @pytest.mark.parametrize(("damping", "relative"), [(0.01, True), (1.0, False)])
-def test_exact_direction_is_the_dense_solve(damping: float, relative: bool, samples: int | None) -> None:
-    model = network().eval()  # so that a sample's gradient can be had from a batch of one
+def test_exact_direction_is_the_dense_solve(
+    damping: float, relative: bool, samples: int | None
+) -> None:
+    model = (
+        network().eval()
+    )  # so that a sample's gradient can be had from a batch of one
     x, y = torch.randn(7, 3, 5, 5), torch.randn(7, 5)
     watch = Watch(model)
     naive.loss_of(model(x), y).backward()
@@ -86,17 +117,24 @@ def test_exact_direction_takes_batch_statistics_as_given() -> None:
     watch.remove()
     z = model[0](x)
     out = model[1](z)
-    (g,) = torch.autograd.grad(naive.loss_of(model[2:](out.clone()), y), out)  # a copy, since the ReLU is in place
+    (g,) = torch.autograd.grad(
+        naive.loss_of(model[2:](out.clone()), y), out
+    )  # a copy, since the ReLU is in place
     hat = F.batch_norm(z.detach(), None, None, training=True)
     u = 7 * torch.cat([(g * hat).sum((2, 3)), g.sum((2, 3))], 1)
     want = dense(u, naive.flat(p.grad for p in model[1].parameters()), 0.3, False)
-    assert naive.relative_error(naive.flat(got[p] for p in model[1].parameters()), want) < 1e-10
+    assert (
+        naive.relative_error(naive.flat(got[p] for p in model[1].parameters()), want)
+        < 1e-10
+    )
 
 
 @pytest.mark.parametrize("form", ["auto", "merged", "explicit"])
 @pytest.mark.parametrize(("damping", "relative"), [(0.01, True), (1.0, False)])
 @pytest.mark.parametrize("build", [network, tiny_gpt2])
-def test_seng_of_full_rank_takes_the_exact_direction(build, form: str, damping: float, relative: bool) -> None:
+def test_seng_of_full_rank_takes_the_exact_direction(
+    build, form: str, damping: float, relative: bool
+) -> None:
     model = build()
     curvature = seng.Curvature(form, rank=10**6, decay=0, relative_damping=relative)
     opt = seng.SENG(model, 1.0, momentum=0, damping=damping, curvature=curvature)
@@ -112,7 +150,9 @@ def test_seng_of_full_rank_takes_the_exact_direction(build, form: str, damping: 
     assert found.error < 1e-8 and found.worst_error < 1e-8
     assert found.cosine > 1 - 1e-12 and found.worst_cosine > 1 - 1e-12
     assert found.cosine_to_gradient == pytest.approx(found.exact_cosine_to_gradient)
-    assert 0 < found.norm_to_gradient < 1 and found.cosine_to_gradient < 1 - 1e-4  # no mere gradient
+    assert (
+        0 < found.norm_to_gradient < 1 and found.cosine_to_gradient < 1 - 1e-4
+    )  # no mere gradient
 
 
 def test_compare_tells_what_is_wrong_and_where() -> None:
@@ -121,11 +161,18 @@ def test_compare_tells_what_is_wrong_and_where() -> None:
     want = {p: torch.randn_like(p) for p in model.parameters()}
     got = dict(want)
     got[model[0].weight] = 2 * want[model[0].weight]
-    got[model[4].weight], got[model[4].bias] = -want[model[4].weight], -want[model[4].bias]
+    got[model[4].weight], got[model[4].bias] = (
+        -want[model[4].weight],
+        -want[model[4].bias],
+    )
     found = compare(watch.sites, got, want, want)
     assert (found.worst_error_layer, found.worst_cosine_layer) == ("4", "4")
-    assert found.worst_error == pytest.approx(2) and found.worst_cosine == pytest.approx(-1)
-    assert found.error == pytest.approx(naive.relative_error(naive.flat(got.values()), naive.flat(want.values())))
+    assert found.worst_error == pytest.approx(
+        2
+    ) and found.worst_cosine == pytest.approx(-1)
+    assert found.error == pytest.approx(
+        naive.relative_error(naive.flat(got.values()), naive.flat(want.values()))
+    )
 
 
 def check(value: object) -> None:
@@ -133,93 +180,175 @@ def check(value: object) -> None:
 
 
 @pytest.mark.parametrize(("model", "damping"), [("tiny", None), ("tiny_text", 0.01)])
-def test_bench_measures_everything_and_writes_it(tiny: None, tmp_path: Path, model: str, damping: float | None, capsys) -> None:
-    assert bench.bench(Options(Which((model,)), Changes(damping=damping), Amounts(device="cpu"), tmp_path))
+def test_bench_measures_everything_and_writes_it(
+    tiny: None, tmp_path: Path, model: str, damping: float | None, capsys
+) -> None:
+    assert bench.bench(
+        Options(
+            Which((model,)), Changes(damping=damping), Amounts(device="cpu"), tmp_path
+        )
+    )
     (path,) = tmp_path.glob("*.json")
     change, word = ("", "") if damping is None else ("-damping0.01", " --damping 0.01")
     assert path.name == f"{model}{change}-cpu.json"
     result = json.loads(path.read_text())
-    assert result["command"] == f"seng bench --models {model}{word} --device cpu" and result["finished"] and result["seed"] == 0
+    assert (
+        result["command"] == f"seng bench --models {model}{word} --device cpu"
+        and result["finished"]
+        and result["seed"] == 0
+    )
     assert {"commit", "machine", "versions", "setting", "notes"} <= set(result)
-    assert result["setting"]["parameters"] == sum(p.numel() for p in TASKS[model].build().parameters())
+    assert result["setting"]["parameters"] == sum(
+        p.numel() for p in TASKS[model].build().parameters()
+    )
     rows = result["rows"]
     dampings = [(0.01, True)] * len(contenders.CONTENDERS) + (
         [(1.0, False)] * len(contenders.CONTENDERS) if damping is None else []
     )
-    assert [(r["setting"]["damping"], r["setting"]["relative_damping"]) for r in rows] == dampings
-    assert [r["contender"] for r in rows[: len(contenders.CONTENDERS)]] == list(contenders.CONTENDERS)
+    assert [
+        (r["setting"]["damping"], r["setting"]["relative_damping"]) for r in rows
+    ] == dampings
+    assert [r["contender"] for r in rows[: len(contenders.CONTENDERS)]] == list(
+        contenders.CONTENDERS
+    )
     for row in rows:
         if row["contender"] == "kfac" and "no seng.KFAC" in row["note"]:
             continue
         assert not row["note"], row["note"]
-        for key in ("step_ms", "ratio_to_sgd", "ratio_to_adamw", "peak_MiB", "peak_ratio_to_sgd", "state_MiB", "loss"):
+        for key in (
+            "step_ms",
+            "ratio_to_sgd",
+            "ratio_to_adamw",
+            "peak_MiB",
+            "peak_ratio_to_sgd",
+            "state_MiB",
+            "loss",
+        ):
             check(row[key])
         assert (row["quality"] is None) == (row["contender"] in contenders.BASELINES)
         if row["quality"]:
             assert isinstance(row["refresh_ms"], float) and row["setting"]["every"] == 6
-            assert row["quality"]["error"] < (1e-3 if row["contender"] != "seng implicit" else 2)
+            assert row["quality"]["error"] < (
+                1e-3 if row["contender"] != "seng implicit" else 2
+            )
         if row["contender"] == "seng":
             check(row["whole_period_ms"])
         if row["contender"] == "sgd":
-            assert row["ratio_to_sgd"] == row["peak_ratio_to_sgd"] == 1 and row["refresh_ms"] is None
+            assert (
+                row["ratio_to_sgd"] == row["peak_ratio_to_sgd"] == 1
+                and row["refresh_ms"] is None
+            )
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "seng implicit" in capsys.readouterr().out
 
 
 def test_presets_and_changes_to_them(tiny: None, tmp_path: Path) -> None:
     task = TASKS["resnet18"]
-    strong = Options(Which(("resnet18",), preset="strong", compile=True), out=tmp_path, amounts=Amounts(device="cpu"))
+    strong = Options(
+        Which(("resnet18",), preset="strong", compile=True),
+        out=tmp_path,
+        amounts=Amounts(device="cpu"),
+    )
     assert strong.path(task) == tmp_path / "resnet18-compiled-strong-cpu.json"
-    assert [(s.every, s.rank, s.decay, s.damping) for s in strong.settings(task)] == [(20, 128, 0.8, 0.01), (20, 128, 0.8, 1.0)]
-    changed = Options(changes=Changes(every=50, damping=2.0, absolute=True, rank=8), amounts=Amounts(warm=0, device="cpu"))
-    assert [(s.every, s.damping, s.relative_damping, s.rank) for s in changed.settings(task)] == [(50, 2.0, False, 8)]
-    assert changed.path(task).name == "resnet18-every50-damping2-absolute-rank8-warm0-cpu.json"
+    assert [(s.every, s.rank, s.decay, s.damping) for s in strong.settings(task)] == [
+        (20, 128, 0.8, 0.01),
+        (20, 128, 0.8, 1.0),
+    ]
+    changed = Options(
+        changes=Changes(every=50, damping=2.0, absolute=True, rank=8),
+        amounts=Amounts(warm=0, device="cpu"),
+    )
+    assert [
+        (s.every, s.damping, s.relative_damping, s.rank) for s in changed.settings(task)
+    ] == [(50, 2.0, False, 8)]
+    assert (
+        changed.path(task).name
+        == "resnet18-every50-damping2-absolute-rank8-warm0-cpu.json"
+    )
     words = "seng bench --models resnet18 --every 50 --damping 2.0 --absolute --rank 8 --warm 0 --device cpu"
     assert changed.command(task) == words
     assert TASKS["small_cnn"].every == 50 and TASKS["gpt2"].every == 200
     assert [t.name for t in changed.tasks] == ["small_cnn"]
 
 
-def test_every_step_is_a_refresh_and_decay_leaves_forms_out(tiny: None, tmp_path: Path) -> None:
+def test_every_step_is_a_refresh_and_decay_leaves_forms_out(
+    tiny: None, tmp_path: Path
+) -> None:
     only = ("sgd", "seng", "seng-explicit")
-    assert bench.bench(Options(Which(("tiny",), only, "every-step"), amounts=Amounts(device="cpu", rounds=1), out=tmp_path))
-    assert bench.bench(Options(Which(("tiny",), only), Changes(decay=0.5, every=1), Amounts(device="cpu", rounds=1), tmp_path))
-    every, decay = (json.loads(p.read_text())["rows"] for p in sorted(tmp_path.glob("*.json")))
+    assert bench.bench(
+        Options(
+            Which(("tiny",), only, "every-step"),
+            amounts=Amounts(device="cpu", rounds=1),
+            out=tmp_path,
+        )
+    )
+    assert bench.bench(
+        Options(
+            Which(("tiny",), only),
+            Changes(decay=0.5, every=1),
+            Amounts(device="cpu", rounds=1),
+            tmp_path,
+        )
+    )
+    every, decay = (
+        json.loads(p.read_text())["rows"] for p in sorted(tmp_path.glob("*.json"))
+    )
     seng_row = every[1]
-    assert seng_row["contender"] == "seng" and seng_row["setting"]["every"] == 1 and seng_row["refresh_ms"] is None
+    assert (
+        seng_row["contender"] == "seng"
+        and seng_row["setting"]["every"] == 1
+        and seng_row["refresh_ms"] is None
+    )
     check(seng_row["step_ms"])
     assert "only the merged form" in decay[2]["note"] and decay[2]["step_ms"] is None
     check(decay[1]["ratio_to_sgd"])
 
 
-def test_interrupted_it_keeps_what_is_finished(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_it_keeps_what_is_finished(
+    tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(self: bench.Bench, rows: list[Row]) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench.Bench, "race", interrupt)
-    assert not bench.bench(Options(Which(("tiny",)), amounts=Amounts(device="cpu"), out=tmp_path))
+    assert not bench.bench(
+        Options(Which(("tiny",)), amounts=Amounts(device="cpu"), out=tmp_path)
+    )
     result = json.loads((tmp_path / "tiny-cpu.json").read_text())
     assert not result["finished"] and result["rows"][6]["quality"]["error"] < 1e-3
     check(result["rows"][5]["peak_MiB"])
 
 
-def test_a_contender_that_fails_does_not_stop_the_others(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_fails_does_not_stop_the_others(
+    tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
     monkeypatch.setattr(contenders.MuonAndAdamW, "step", fail)
-    options = Options(Which(("tiny",), ("sgd", "muon", "seng")), Changes(damping=0.01), Amounts(device="cpu"), tmp_path)
+    options = Options(
+        Which(("tiny",), ("sgd", "muon", "seng")),
+        Changes(damping=0.01),
+        Amounts(device="cpu"),
+        tmp_path,
+    )
     assert bench.bench(options)
     (path,) = tmp_path.glob("*.json")
     sgd, muon, ours = json.loads(path.read_text())["rows"]
-    assert muon["note"] == "memory: out of memory" and muon["step_ms"] is None and not muon["runs"]
+    assert (
+        muon["note"] == "memory: out of memory"
+        and muon["step_ms"] is None
+        and not muon["runs"]
+    )
     check(ours["ratio_to_sgd"])
     assert not sgd["note"]
 
 
 def test_a_refresh_is_spread_over_its_period() -> None:
     sgd, ours = Row("sgd", SETTING), Row("seng", SETTING)  # T = 20
-    summarise([(sgd, [(1.0, 1.0), (2.0, 2.0)]), (ours, [(1.5, 1.0), (3.0, 2.0)])], window=10)
+    summarise(
+        [(sgd, [(1.0, 1.0), (2.0, 2.0)]), (ours, [(1.5, 1.0), (3.0, 2.0)])], window=10
+    )
     assert sgd.ratio_to_sgd == 1 and sgd.step_ms == 1500 and sgd.refresh_ms is None
     assert ours.refresh_ms == 7500 and ours.idle_ms == 1500  # 10 × 0.5 and 10 × 1
     assert ours.step_ms == pytest.approx(1e3 * (1.25 + 2.5) / 2)
@@ -236,7 +365,9 @@ def test_a_refresh_is_spread_over_its_period() -> None:
         (["--rounds", "0"], ["--rounds", "at least 1"]),
     ],
 )
-def test_bad_names_are_refused_with_what_may_be_meant(arguments: list[str], said: list[str], capsys) -> None:
+def test_bad_names_are_refused_with_what_may_be_meant(
+    arguments: list[str], said: list[str], capsys
+) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["bench", *arguments])
     assert left.value.code
@@ -267,7 +398,12 @@ def test_command_line_reads_every_option(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_plot_draws_a_folder_again(tiny: None, tmp_path: Path, capsys) -> None:
-    options = Options(Which(("tiny",), ("sgd", "seng")), Changes(damping=0.01), Amounts(device="cpu", rounds=1), tmp_path)
+    options = Options(
+        Which(("tiny",), ("sgd", "seng")),
+        Changes(damping=0.01),
+        Amounts(device="cpu", rounds=1),
+        tmp_path,
+    )
     bench.bench(options)
     (picture,) = tmp_path.glob("*.png")
     picture.unlink()
@@ -278,7 +414,12 @@ def test_plot_draws_a_folder_again(tiny: None, tmp_path: Path, capsys) -> None:
 def test_table_without_rich_has_the_same_numbers() -> None:
     row = Row("seng", SETTING, step_ms=12.5, ratio_to_sgd=1.05, note="slow")
     text = report.plain([row])
-    assert "12.50" in text and "1.050" in text and "seng: slow" in text and str(SETTING) in text
+    assert (
+        "12.50" in text
+        and "1.050" in text
+        and "seng: slow" in text
+        and str(SETTING) in text
+    )
 
 
 def test_muon_moves_the_weights_in_either_memory_format() -> None:
@@ -292,7 +433,11 @@ def test_muon_moves_the_weights_in_either_memory_format() -> None:
         naive.loss_of(model(torch.ones(2, 3, 5, 5)), torch.ones(2, 5)).backward()
         before = [p.detach().clone() for p in model.parameters()]
         opt.step()
-        assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True) if p.grad.any())
+        assert all(
+            not torch.equal(p, old)
+            for p, old in zip(model.parameters(), before, strict=True)
+            if p.grad.any()
+        )
         moved.append(naive.flat(p.detach() for p in model.parameters()))
     assert naive.relative_error(*moved) < 1e-2  # Muon orthogonalises in bfloat16
 
@@ -301,7 +446,9 @@ def test_there_is_something_to_learn(float32: None) -> None:
     for task in (replace(TINY, warm=60), replace(TINY_TEXT, warm=60)):
         pool = task.batches(0, torch.device("cpu"), 2)
         again = task.batches(0, torch.device("cpu"), 2)
-        assert len(pool) == 2 and all(torch.equal(a, b) for a, b in zip(pool[0], again[0], strict=True))
+        assert len(pool) == 2 and all(
+            torch.equal(a, b) for a, b in zip(pool[0], again[0], strict=True)
+        )
         torch.manual_seed(0)
         model = task.build()
         opt = torch.optim.AdamW(model.parameters(), 0.01)
@@ -315,8 +462,13 @@ def test_there_is_something_to_learn(float32: None) -> None:
         assert losses[-1] < 0.85 * losses[0]
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("gpt2", 124_439_808), ("vit_s16", 22_050_664), ("small_cnn", 150_954)])
-def test_networks_have_the_published_size(name: str, parameters: int, float32: None) -> None:
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("gpt2", 124_439_808), ("vit_s16", 22_050_664), ("small_cnn", 150_954)],
+)
+def test_networks_have_the_published_size(
+    name: str, parameters: int, float32: None
+) -> None:
     with torch.device("meta"):
         model = getattr(models, name)()
         assert sum(p.numel() for p in model.parameters()) == parameters
@@ -324,7 +476,10 @@ def test_networks_have_the_published_size(name: str, parameters: int, float32: N
             assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 50257)
         else:
             size = TASKS[name].size
-            assert model(torch.zeros(2, 3, size, size)).shape == (2, TASKS[name].classes)
+            assert model(torch.zeros(2, 3, size, size)).shape == (
+                2,
+                TASKS[name].classes,
+            )
 
 
 def test_gpt2_is_causal_and_its_parts_have_the_right_scale() -> None:
@@ -335,8 +490,13 @@ def test_gpt2_is_causal_and_its_parts_have_the_right_scale() -> None:
     same = (model(x) - model(changed)).abs().amax((0, 2)) < 1e-12
     assert same.tolist() == [True] * 5 + [False] * 3
     big = models.gpt2(4, 128, 2, 500, 64)
-    assert big.blocks[0].attention.out.weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
-    assert big.head.weight is big.tokens.weight and big.head.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert big.blocks[0].attention.out.weight.std().item() == pytest.approx(
+        0.02 / 8**0.5, rel=0.05
+    )
+    assert (
+        big.head.weight is big.tokens.weight
+        and big.head.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    )
 
 
 def test_transformers_train_under_seng_with_every_layer_captured(float32: None) -> None:
@@ -352,14 +512,19 @@ def test_transformers_train_under_seng_with_every_layer_captured(float32: None) 
             task.loss(model(x), y).backward()
             opt.step()
         linear = [
-            name for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.LayerNorm | nn.Embedding | nn.Conv2d)
+            name
+            for name, m in model.named_modules()
+            if isinstance(m, nn.Linear | nn.LayerNorm | nn.Embedding | nn.Conv2d)
         ]
         covered = " + ".join(opt.diagnostics())
         assert all(name in covered for name in linear)
 
 
 def test_unknown_names_come_with_near_matches() -> None:
-    with pytest.raises(ValueError, match="unknown model 'vgg16': did you mean vgg16_bn or .*\\? there are"):
+    with pytest.raises(
+        ValueError,
+        match="unknown model 'vgg16': did you mean vgg16_bn or .*\\? there are",
+    ):
         tasks.chosen("model", "vgg16", list(TASKS))
     with pytest.raises(ValueError, match="unknown model 'xyz': there are"):
         tasks.chosen("model", "xyz", list(TASKS))

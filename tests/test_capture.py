@@ -17,8 +17,16 @@ FORMS = ("explicit", "implicit", "merged", "auto")
 
 
 def optimizer(model, form="auto", samples=None, **options):
-    curvature = seng.Curvature(form=form, samples=samples, rank=10**6, decay=0, relative_damping=False)
-    defaults = {"lr": 1.0, "momentum": 0.0, "damping": 0.3, "units": "paper", "curvature": curvature}
+    curvature = seng.Curvature(
+        form=form, samples=samples, rank=10**6, decay=0, relative_damping=False
+    )
+    defaults = {
+        "lr": 1.0,
+        "momentum": 0.0,
+        "damping": 0.3,
+        "units": "paper",
+        "curvature": curvature,
+    }
     return seng.SENG(model, **(defaults | options))
 
 
@@ -28,12 +36,17 @@ def values(model):
 
 def reference(u_by_block, damping=0.3):
     """Dense directions of several blocks, each given as its per-sample gradients and its gradient."""
-    return torch.cat([naive.dense_direction(naive.fisher(u), g, damping) for u, g in u_by_block])
+    return torch.cat(
+        [naive.dense_direction(naive.fisher(u), g, damping) for u, g in u_by_block]
+    )
 
 
 def blocks_of(model, layers, x, target):
     """Per layer its per-sample gradients and its gradient, as `reference` takes them."""
-    u = [naive.per_sample_gradients(model, x, target, list(layer.parameters())) for layer in layers]
+    u = [
+        naive.per_sample_gradients(model, x, target, list(layer.parameters()))
+        for layer in layers
+    ]
     return [(rows, rows.mean(0)) for rows in u]
 
 
@@ -116,8 +129,16 @@ class SharedConv(nn.Module):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", ["tied", "tied-no-bias", "shared-convolution"])
 def test_modules_that_share_a_parameter_are_one_block(form, case):
-    model = {"tied": Tied, "tied-no-bias": lambda: Tied(False), "shared-convolution": SharedConv}[case]()
-    x = torch.randn(6, 2, 5, 5) if case == "shared-convolution" else torch.randint(7, (6, 4))
+    model = {
+        "tied": Tied,
+        "tied-no-bias": lambda: Tied(False),
+        "shared-convolution": SharedConv,
+    }[case]()
+    x = (
+        torch.randn(6, 2, 5, 5)
+        if case == "shared-convolution"
+        else torch.randint(7, (6, 4))
+    )
     target = torch.randn_like(model(x))
     u = naive.per_sample_gradients(model, x, target)
     opt = optimizer(model, form)
@@ -132,7 +153,9 @@ def test_modules_that_share_a_parameter_are_one_block(form, case):
 def test_micro_batches_equal_one_batch(form, samples, sizes):
     """Accumulation: u_i = B × the captured gradient, the first ϱ samples in order of the micro-batches."""
     torch.manual_seed(4)
-    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3), nn.LayerNorm(3))
+    model = nn.Sequential(
+        nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3), nn.LayerNorm(3)
+    )
     x, target = torch.randn(6, 2, 5), torch.randn(6, 3)
     opt = optimizer(model, form, samples)
     blocks = []
@@ -154,7 +177,10 @@ def test_micro_batches_of_different_lengths():
     blocks = []
     for layer in (model[0], model[1]):
         u = torch.cat(
-            [naive.per_sample_gradients(model, x, t, list(layer.parameters())) for x, t in zip(parts, targets, strict=True)]
+            [
+                naive.per_sample_gradients(model, x, t, list(layer.parameters()))
+                for x, t in zip(parts, targets, strict=True)
+            ]
         )
         blocks.append((u, u.mean(0)))
     opt = optimizer(model, "implicit")
@@ -166,7 +192,9 @@ def test_micro_batches_of_different_lengths():
 def test_several_forwards_in_one_backward_add_up_per_sample():
     model = nn.Linear(3, 2)
     x, y, target = torch.randn(5, 3), torch.randn(5, 3), torch.randn(5, 2)
-    u = naive.per_sample_gradients(model, x, target) + naive.per_sample_gradients(model, y, target)
+    u = naive.per_sample_gradients(model, x, target) + naive.per_sample_gradients(
+        model, y, target
+    )
     opt = optimizer(model)
     (naive.loss_of(model(x), target) + naive.loss_of(model(y), target)).backward()
     assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
@@ -185,7 +213,9 @@ def test_eval_and_no_grad_forwards_in_between_do_not_count():
     assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
 
 
-@pytest.mark.parametrize("drop", ["zero_grad", "model.zero_grad", "zeros", "p.grad = None"])
+@pytest.mark.parametrize(
+    "drop", ["zero_grad", "model.zero_grad", "zeros", "p.grad = None"]
+)
 def test_captures_of_a_skipped_step_are_dropped(drop):
     model = nn.Linear(3, 2)
     x, target = torch.randn(5, 3), torch.randn(5, 2)
@@ -253,7 +283,9 @@ def test_unfreezing_and_freezing_while_training():
     model[0].requires_grad_(True)
     model[2].bias.requires_grad_(False)
     u = naive.per_sample_gradients(model, x, target, list(model[0].parameters()))
-    plain = direction()[:16]  # no refresh yet: the new layer has no curvature, and the frozen bias stays
+    plain = direction()[
+        :16
+    ]  # no refresh yet: the new layer has no curvature, and the frozen bias stays
     torch.testing.assert_close(plain, u.mean(0) / 0.3)
     u = naive.per_sample_gradients(model, x, target, list(model[0].parameters()))
     v = naive.per_sample_gradients(model, x, target, [model[2].weight])
@@ -284,7 +316,11 @@ def test_layers_that_are_not_used_keep_still():
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_an_empty_batch_and_a_batch_of_one(size):
-    model = nn.Sequential(nn.Conv2d(2, 3, 2, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(48, 2))
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 2, padding=1, padding_mode="reflect"),
+        nn.Flatten(),
+        nn.Linear(48, 2),
+    )
     opt = optimizer(model, refresh_every=1)
     for count in (4, size, 4):
         opt.zero_grad()
@@ -301,7 +337,10 @@ def test_a_short_last_batch():
         u = naive.per_sample_gradients(model, x, target)
         opt.zero_grad()
         naive.loss_of(model(x), target).backward()
-        assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+        assert (
+            naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+            < 1e-9
+        )
 
 
 class Positions(nn.Module):
@@ -309,7 +348,11 @@ class Positions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tokens, self.places, self.head = nn.Embedding(7, 3), nn.Embedding(5, 3), nn.Linear(3, 2)
+        self.tokens, self.places, self.head = (
+            nn.Embedding(7, 3),
+            nn.Embedding(5, 3),
+            nn.Linear(3, 2),
+        )
 
     def forward(self, x):
         return self.head(self.tokens(x) + self.places(torch.arange(x.shape[1])))
@@ -321,9 +364,14 @@ def test_a_layer_whose_dimension_0_is_not_the_sample_takes_the_plain_gradient_an
     opt = optimizer(model)
     naive.loss_of(model(x), target).backward()
     before = model.places.weight.detach().clone()
-    with pytest.warns(UserWarning, match="'places' takes the plain gradient: dimension 0 of its input is 5 where the other"):
+    with pytest.warns(
+        UserWarning,
+        match="'places' takes the plain gradient: dimension 0 of its input is 5 where the other",
+    ):
         opt.step()
-    torch.testing.assert_close(before - model.places.weight.detach(), model.places.weight.grad / 0.3)
+    torch.testing.assert_close(
+        before - model.places.weight.detach(), model.places.weight.grad / 0.3
+    )
     model = Positions()
     strict = optimizer(model, strict=True)
     naive.loss_of(model(x), target).backward()
@@ -351,8 +399,12 @@ def test_arrange_says_where_the_sample_is(layout):
 def test_arrange_none_leaves_a_layer_out():
     model = Positions()
     seng.layers.arrange(model.places, None)
-    opt = optimizer(model, strict=True)  # what was asked for is neither warned of nor refused
-    assert opt.preconditioner.uncovered == {"places.weight": "left out on request, by seng.layers.arrange(layer, None)"}
+    opt = optimizer(
+        model, strict=True
+    )  # what was asked for is neither warned of nor refused
+    assert opt.preconditioner.uncovered == {
+        "places.weight": "left out on request, by seng.layers.arrange(layer, None)"
+    }
     naive.loss_of(model(torch.randint(7, (8, 5))), torch.randn(8, 5, 2)).backward()
     opt.step()
 
@@ -362,11 +414,15 @@ def test_between_refreshes_nothing_is_stored(monkeypatch):
     opt = optimizer(model, refresh_every=3)
     calls = []
     receive = opt.preconditioner.capture.receive
-    monkeypatch.setattr(opt.preconditioner.capture, "receive", lambda *a: (calls.append(1), receive(*a)))
+    monkeypatch.setattr(
+        opt.preconditioner.capture, "receive", lambda *a: (calls.append(1), receive(*a))
+    )
     saved = []
     for _ in range(6):
         stored = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, stored=stored: (stored.append(t), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, stored=stored: (stored.append(t), t)[1], lambda t: t
+        ):
             loss = naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))
         opt.zero_grad()
         loss.backward()
@@ -378,7 +434,9 @@ def test_between_refreshes_nothing_is_stored(monkeypatch):
     assert calls_after == (2, 2, 2, 4, 4, 4)
     plain = copy.deepcopy(model)
     stored = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (stored.append(t), t)[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (stored.append(t), t)[1], lambda t: t
+    ):
         naive.loss_of(plain(torch.randn(5, 3)), torch.randn(5, 2))
     assert tensors[1] == tensors[2] == len(stored) < tensors[0]
 
@@ -397,10 +455,18 @@ def test_hooks_go_with_the_optimizer():
 def test_copies_and_pickles_of_the_model_are_inert():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     opt = optimizer(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.optim.swa_utils.AveragedModel(model)):
+    for twin in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.optim.swa_utils.AveragedModel(model),
+    ):
         naive.loss_of(twin(torch.randn(5, 3)), torch.randn(5, 2)).backward()
         assert len(opt.preconditioner.samples) == 0
-        assert all(hook() is None for layer in twin.modules() for hook in layer._forward_hooks.values())
+        assert all(
+            hook() is None
+            for layer in twin.modules()
+            for hook in layer._forward_hooks.values()
+        )
 
 
 def test_keyword_inputs_are_captured():
@@ -414,7 +480,9 @@ def test_keyword_inputs_are_captured():
 
 def test_attention_is_left_out_with_the_reason():
     model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    with pytest.warns(UserWarning, match="self_attn.out_proj.weight.* does not call it as a module"):
+    with pytest.warns(
+        UserWarning, match="self_attn.out_proj.weight.* does not call it as a module"
+    ):
         opt = optimizer(model, refresh_every=1)
     for _ in range(2):
         opt.zero_grad()
@@ -480,7 +548,9 @@ def test_gradients_that_are_assigned_by_hand():
     x, target = torch.randn(5, 3), torch.randn(5, 2)
     u = naive.per_sample_gradients(model, x, target)
     opt = optimizer(model)
-    grads = torch.autograd.grad(naive.loss_of(model(x), target), list(model.parameters()))
+    grads = torch.autograd.grad(
+        naive.loss_of(model(x), target), list(model.parameters())
+    )
     for p, grad in zip(model.parameters(), grads, strict=True):
         p.grad = grad
     assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
@@ -488,7 +558,9 @@ def test_gradients_that_are_assigned_by_hand():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(reentrant):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)
+    )
     x, target = torch.randn(5, 3), torch.randn(5, 2)
     blocks = blocks_of(model, (model[0], model[2], model[4]), x, target)
     opt = optimizer(model)
@@ -503,7 +575,9 @@ def test_activation_checkpointing(reentrant):
 @pytest.mark.parametrize("between", [True, False])
 def test_reentrant_checkpoints_inside_each_other(between):
     """Three backwards that are one; also where no layer lies between the two checkpoints."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)
+    )
     x, target = torch.randn(5, 3), torch.randn(5, 2)
     blocks = blocks_of(model, (model[0], model[2], model[4]), x, target)
     opt = optimizer(model)
@@ -553,9 +627,17 @@ def test_a_first_micro_batch_without_any_gradient_counts():
     weight = torch.tensor([0.0] * 4 + [1.0] * 4)
 
     def loss(part):
-        return ((model(x[part]) - target[part]).square().sum(1) * weight[part]).sum() / 8
+        return (
+            (model(x[part]) - target[part]).square().sum(1) * weight[part]
+        ).sum() / 8
 
-    u = torch.stack([8 * naive.flat(torch.autograd.grad(loss(slice(i, i + 1)), model.parameters())) for i in range(8)])
+    u = torch.stack(
+        [
+            8
+            * naive.flat(torch.autograd.grad(loss(slice(i, i + 1)), model.parameters()))
+            for i in range(8)
+        ]
+    )
     opt = optimizer(model)
     for part in (slice(0, 4), slice(4, 8)):
         loss(part).backward()
@@ -590,9 +672,15 @@ def test_checkpointing_still_releases_what_lies_inside(how):
         return model[1](h)
 
     x = torch.randn(5, 3, requires_grad=True)
-    out = run(x) if how == "plain" else checkpoint(run, x, use_reentrant=how == "reentrant")
+    out = (
+        run(x)
+        if how == "plain"
+        else checkpoint(run, x, use_reentrant=how == "reentrant")
+    )
     gc.collect()
-    assert opt.preconditioner.capture.armed and (inside[0]() is None) == (how != "plain")
+    assert opt.preconditioner.capture.armed and (inside[0]() is None) == (
+        how != "plain"
+    )
     naive.loss_of(out, torch.randn(5, 2)).backward()
     opt.step()
     assert len(opt.preconditioner.blocks) == 2
@@ -627,7 +715,10 @@ def test_a_weight_that_is_also_used_elsewhere_is_noticed():
     model = FunctionalTie()
     opt = optimizer(model)
     naive.loss_of(model(torch.randint(7, (6, 4))), torch.randn(6, 4, 7)).backward()
-    with pytest.warns(UserWarning, match="'table' do not add up to its gradient .* its weight is used outside of it"):
+    with pytest.warns(
+        UserWarning,
+        match="'table' do not add up to its gradient .* its weight is used outside of it",
+    ):
         opt.step()
 
 
@@ -639,9 +730,17 @@ def test_layers_in_turns_are_all_covered():
     for i in range(9):
         due.append(opt.refresh_due)
         opt.zero_grad()
-        naive.loss_of(model["ab"[i % 2]](torch.randn(5, 3)), torch.randn(5, 2)).backward()
+        naive.loss_of(
+            model["ab"[i % 2]](torch.randn(5, 3)), torch.randn(5, 2)
+        ).backward()
         opt.step()
-    assert set(opt.preconditioner.blocks) == {0, 1} and due == [True, False, True, True, *[False] * 5]
+    assert set(opt.preconditioner.blocks) == {0, 1} and due == [
+        True,
+        False,
+        True,
+        True,
+        *[False] * 5,
+    ]
 
 
 def test_own_batch_under_a_grad_scaler_is_taken_as_it_is():
@@ -653,7 +752,9 @@ def test_own_batch_under_a_grad_scaler_is_taken_as_it_is():
         scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         with opt.curvature_batch():
             naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2)).backward()
-        scaler.scale(naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))).backward()
+        scaler.scale(
+            naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))
+        ).backward()
         scaler.step(opt)
         tops.append(opt.diagnostics()["Linear"]["top_eigenvalue"])
     assert tops[0] == pytest.approx(tops[1])
@@ -671,7 +772,9 @@ def test_the_warning_about_positions_is_said_once():
     with pytest.warns(UserWarning, match="'places'") as caught:
         for length in (3, 4, 5):
             opt.zero_grad()
-            naive.loss_of(model(torch.randint(7, (8, length))), torch.randn(8, length, 2)).backward()
+            naive.loss_of(
+                model(torch.randint(7, (8, length))), torch.randn(8, length, 2)
+            ).backward()
             opt.step()
     assert len(caught) == 1
 
@@ -700,12 +803,24 @@ def test_autocast_does_not_reach_our_own_products(where):
     for enabled in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(30, 20).float()
-        opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=1e-3, curvature=seng.Curvature(form="explicit"))
+        opt = seng.SENG(
+            model,
+            lr=1.0,
+            momentum=0.0,
+            damping=1e-3,
+            curvature=seng.Curvature(form="explicit"),
+        )
         # 40 positions: the columns of U are formed inside the backward
-        loss = naive.loss_of(model(torch.randn(8, 40, 30).float()), torch.randn(8, 40, 20).float())
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled and where == "backward"):
+        loss = naive.loss_of(
+            model(torch.randn(8, 40, 30).float()), torch.randn(8, 40, 20).float()
+        )
+        with torch.autocast(
+            "cpu", torch.bfloat16, enabled=enabled and where == "backward"
+        ):
             loss.backward()
-        for p in model.parameters():  # the backward's own products under autocast are not at stake
+        for p in (
+            model.parameters()
+        ):  # the backward's own products under autocast are not at stake
             p.grad.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
         opt.preconditioner.ledger.checked.add(0)
         before = values(model)
@@ -722,10 +837,14 @@ def test_captures_are_unscaled_by_the_scale_of_their_step(unscale):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
         opt = optimizer(model, refresh_every=1, lr=0.05)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+        scaler = torch.amp.GradScaler(
+            "cpu", init_scale=1024.0, growth_interval=2, enabled=scaled
+        )
         for _ in range(5):
             opt.zero_grad()
-            scaler.scale(naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))).backward()
+            scaler.scale(
+                naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))
+            ).backward()
             if unscale:
                 scaler.unscale_(opt)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -741,7 +860,11 @@ def test_hooks_of_users_on_captured_outputs():
     opt = seng.SENG(model, lr=0.1)
     seen = []
     for layer in model:
-        layer.register_forward_hook(lambda layer, args, out: out.register_hook(lambda g: seen.append(tuple(g.shape))) and None)
+        layer.register_forward_hook(
+            lambda layer, args, out: (
+                out.register_hook(lambda g: seen.append(tuple(g.shape))) and None
+            )
+        )
     model(torch.randn(6, 3, 4)).square().mean().backward()
     opt.step()
     assert seen == [(6, 3, 2), (6, 3, 5), (6, 3, 5)]
@@ -755,7 +878,12 @@ def test_inputs_may_be_overwritten(form, bias):
     for buffered in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5, bias=bias), nn.Tanh(), nn.Linear(5, 2))
-        opt = seng.SENG(model, lr=0.1, refresh_every=3, curvature=seng.Curvature(form=form, rank=64, decay=0))
+        opt = seng.SENG(
+            model,
+            lr=0.1,
+            refresh_every=3,
+            curvature=seng.Curvature(form=form, rank=64, decay=0),
+        )
         buffer = torch.empty(3, 4)
         for _ in range(4):
             for x in torch.randn(2, 3, 4):
@@ -769,7 +897,11 @@ def test_inputs_may_be_overwritten(form, bias):
 
 def test_a_block_holds_no_more_than_its_samples():
     layer = nn.Linear(200, 300)
-    opt = seng.SENG(layer, lr=0.1, curvature=seng.Curvature(form="implicit", samples=4, rank=64, decay=0))
+    opt = seng.SENG(
+        layer,
+        lr=0.1,
+        curvature=seng.Curvature(form="implicit", samples=4, rank=64, decay=0),
+    )
     layer(torch.randn(512, 200)).square().mean().backward()
     opt.step()
     U = opt.preconditioner.blocks[0].U
@@ -790,4 +922,6 @@ def test_between_refreshes_only_the_first_layer_has_a_hook():
     assert counts == [armed, idle, idle, armed, idle, idle, armed]
     del opt
     gc.collect()
-    assert [len(layer._forward_hooks) for layer in model] == [1] * 4 and len(others) == 4
+    assert [len(layer._forward_hooks) for layer in model] == [1] * 4 and len(
+        others
+    ) == 4

@@ -11,7 +11,16 @@ import pytest
 import torch
 from situations import SITUATIONS, outcome
 
-for _name in ("precision", "compiled", "autograd", "models", "options", "checkpoints", "processes", "frameworks"):
+for _name in (
+    "precision",
+    "compiled",
+    "autograd",
+    "models",
+    "options",
+    "checkpoints",
+    "processes",
+    "frameworks",
+):
     importlib.import_module(f"situations.{_name}")  # registers its own, in this order
 DOCS = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
@@ -34,8 +43,13 @@ def table() -> str:
             told = re.sub(r"cosine [-\d.]+", "cosine …", told.replace("|", "·"))
             lines.append(f"| {s.title} | {what} | {told} |")
         lines.append("")
-    count = {what: sum(outcome(s)[0] == what for s in SITUATIONS) for what in ("works", "refused")}
-    lines.append(f"{len(SITUATIONS)} situations: {count['works']} work, {count['refused']} are refused.")
+    count = {
+        what: sum(outcome(s)[0] == what for s in SITUATIONS)
+        for what in ("works", "refused")
+    }
+    lines.append(
+        f"{len(SITUATIONS)} situations: {count['works']} work, {count['refused']} are refused."
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -47,7 +61,9 @@ def test_it_works_or_is_refused_with_a_message(s):
 
 
 def test_there_are_enough_and_each_once():
-    assert len(SITUATIONS) >= 40 and len({s.title for s in SITUATIONS}) == len(SITUATIONS)
+    assert len(SITUATIONS) >= 40 and len({s.title for s in SITUATIONS}) == len(
+        SITUATIONS
+    )
 
 
 @pytest.mark.filterwarnings("ignore")

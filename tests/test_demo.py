@@ -15,9 +15,12 @@ from seng.lab import demo, models
 
 RESNET18 = (
     (3 * 9 * 64 + 2 * 64)  # stem: 3×3 convolution, norm
-    + 2 * (2 * 64 * 9 * 64 + 4 * 64)  # two blocks of two 3×3 convolutions, each with a norm
+    + 2
+    * (2 * 64 * 9 * 64 + 4 * 64)  # two blocks of two 3×3 convolutions, each with a norm
     + sum(
-        (w // 2 * 9 * w + 3 * w * 9 * w + 8 * w)  # four convolutions, the first of which doubles the width
+        (
+            w // 2 * 9 * w + 3 * w * 9 * w + 8 * w
+        )  # four convolutions, the first of which doubles the width
         + (w // 2 * w + 2 * w)  # the projection of the shortcut
         for w in (128, 256, 512)
     )
@@ -53,7 +56,10 @@ def as_a_user_runs_it() -> Iterator[None]:
     ],
 )
 def test_models_have_the_published_size(
-    build: Callable[[], nn.Module], image: tuple[int, ...], classes: int, parameters: int
+    build: Callable[[], nn.Module],
+    image: tuple[int, ...],
+    classes: int,
+    parameters: int,
 ) -> None:
     model = build()
     assert sum(p.numel() for p in model.parameters()) == parameters
@@ -62,16 +68,25 @@ def test_models_have_the_published_size(
 
 
 def test_only_the_3x3_of_a_bottleneck_strides() -> None:
-    strides = [layer.stride for layer in models.bottleneck(8, 4, 2).branch if isinstance(layer, nn.Conv2d)]
+    strides = [
+        layer.stride
+        for layer in models.bottleneck(8, 4, 2).branch
+        if isinstance(layer, nn.Conv2d)
+    ]
     assert strides == [(1, 1), (2, 2), (1, 1)]
 
 
-def test_demo_prints_its_table_and_draws_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_prints_its_table_and_draws_its_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new folder" / "demo.png"
     demo.main(["--epochs", "1", "--seeds", "1", "--out", str(out)])
     printed = capsys.readouterr().out
     for recipe in demo.RECIPES:
-        assert any(recipe.name in line and f"{recipe.lr:g}" in line for line in printed.splitlines()), recipe.name
+        assert any(
+            recipe.name in line and f"{recipe.lr:g}" in line
+            for line in printed.splitlines()
+        ), recipe.name
     assert str(out) in printed
     assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -84,31 +99,58 @@ def test_every_optimizer_starts_alike_and_sees_the_same_batches() -> None:
             assert torch.equal(p, q)
 
 
-def test_every_learning_rate_is_inside_its_grid_and_every_grid_has_the_same_size() -> None:
-    assert [recipe.name for recipe in demo.RECIPES] == ["SENG", "SENG-Nesterov", "SGD", "Adam", "K-FAC"]
+def test_every_learning_rate_is_inside_its_grid_and_every_grid_has_the_same_size() -> (
+    None
+):
+    assert [recipe.name for recipe in demo.RECIPES] == [
+        "SENG",
+        "SENG-Nesterov",
+        "SGD",
+        "Adam",
+        "K-FAC",
+    ]
     for recipe in demo.RECIPES:
-        assert recipe.lr in recipe.grid[1:-1], recipe.name  # at the edge the search would not be over
-        assert [b / a for a, b in pairwise(recipe.grid)] == pytest.approx([2] * 4), recipe.name
+        assert recipe.lr in recipe.grid[1:-1], (
+            recipe.name
+        )  # at the edge the search would not be over
+        assert [b / a for a, b in pairwise(recipe.grid)] == pytest.approx([2] * 4), (
+            recipe.name
+        )
 
 
 def test_the_lines_can_be_told_apart() -> None:
-    assert len({recipe.colour for recipe in demo.RECIPES}) == len({recipe.line for recipe in demo.RECIPES}) == 5
+    assert (
+        len({recipe.colour for recipe in demo.RECIPES})
+        == len({recipe.line for recipe in demo.RECIPES})
+        == 5
+    )
 
 
-def test_kfac_covers_every_layer_but_the_norms_and_does_not_warn() -> None:  # our warnings are errors here
+def test_kfac_covers_every_layer_but_the_norms_and_does_not_warn() -> (
+    None
+):  # our warnings are errors here
     run = demo.Run(demo.RECIPES[-1], 0, demo.digits(), 1)
     with torch.no_grad():
         before = [p.clone() for p in run.model.parameters()]
     run.lap()
     assert isinstance(run.optimizer, seng.KFAC)
     kinds = (nn.Conv2d, nn.Linear)
-    covered = {layer.weight for layer in run.model.modules() if isinstance(layer, kinds)}
-    with_factors = {p for p, state in run.optimizer.state.items() if len(state) > 1}  # beside momentum
+    covered = {
+        layer.weight for layer in run.model.modules() if isinstance(layer, kinds)
+    }
+    with_factors = {
+        p for p, state in run.optimizer.state.items() if len(state) > 1
+    }  # beside momentum
     assert with_factors == covered
-    assert all(not torch.equal(p, old) for p, old in zip(run.model.parameters(), before, strict=True))
+    assert all(
+        not torch.equal(p, old)
+        for p, old in zip(run.model.parameters(), before, strict=True)
+    )
 
 
-@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--seeds", "0"], ["--epoch-count", "3"]])
+@pytest.mark.parametrize(
+    "arguments", [["--epochs", "0"], ["--seeds", "0"], ["--epoch-count", "3"]]
+)
 def test_options_that_make_no_sense_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         demo.main(arguments)

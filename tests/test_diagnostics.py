@@ -28,7 +28,9 @@ KEYS = {
 
 
 def trained(steps=1, model=None, **options):
-    model = model or nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3))
+    model = model or nn.Sequential(
+        nn.Linear(5, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3)
+    )
     opt = seng.SENG(model, **{"lr": 0.05, "refresh_every": 3, **options})
     return model, opt, train(model, opt, steps)
 
@@ -50,28 +52,48 @@ def test_every_number_is_what_it_says(form, relative):
     _, opt, (before, x, target) = trained(curvature=curvature, damping=0.2)
     for index, (name, entry) in zip((0, 2, 3), opt.diagnostics().items(), strict=True):
         assert set(entry) == KEYS and name == str(index)
-        u = naive.per_sample_gradients(before, x, target, list(before[index].parameters()))
+        u = naive.per_sample_gradients(
+            before, x, target, list(before[index].parameters())
+        )
         M, g = naive.fisher(u), u.mean(0)
         values = torch.linalg.eigvalsh(M)
         lam = 0.2 * (values[-1] if relative else 1)
         d = lam * naive.dense_direction(M, g, float(lam))
         assert entry["top_eigenvalue"] == pytest.approx(float(values[-1]))
-        assert entry["effective_rank"] == pytest.approx(float(values.sum() / values[-1]))
+        assert entry["effective_rank"] == pytest.approx(
+            float(values.sum() / values[-1])
+        )
         assert entry["damping"] == pytest.approx(float(lam))
         assert entry["cosine"] == pytest.approx(float(g @ d / (g.norm() * d.norm())))
         assert entry["norm_ratio"] == pytest.approx(float(d.norm() / g.norm()))
-        assert entry["refreshed_at"] == 0 and entry["refresh_seconds"] > 0 and entry["bytes"] > 0
-        assert entry["sketch_error"] == entry["solves_failed"] == entry["refreshes_dropped"] == 0
+        assert (
+            entry["refreshed_at"] == 0
+            and entry["refresh_seconds"] > 0
+            and entry["bytes"] > 0
+        )
+        assert (
+            entry["sketch_error"]
+            == entry["solves_failed"]
+            == entry["refreshes_dropped"]
+            == 0
+        )
 
 
-@pytest.mark.filterwarnings("ignore:seng. Gaussian")  # the second layer is smaller than the larger sketch
+@pytest.mark.filterwarnings(
+    "ignore:seng. Gaussian"
+)  # the second layer is smaller than the larger sketch
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
 def test_the_sketch_error_falls_with_the_size_of_the_sketch(form):
     errors = []
     for rows in (10, 400):
         torch.manual_seed(0)
-        curvature = seng.Curvature(form=form, sketch=seng.sketch.Gaussian(rows), decay=0, rank=4)
-        _, opt, _ = trained(model=nn.Sequential(nn.Linear(5, 100), nn.Linear(100, 3)), curvature=curvature)
+        curvature = seng.Curvature(
+            form=form, sketch=seng.sketch.Gaussian(rows), decay=0, rank=4
+        )
+        _, opt, _ = trained(
+            model=nn.Sequential(nn.Linear(5, 100), nn.Linear(100, 3)),
+            curvature=curvature,
+        )
         errors.append(opt.diagnostics()["0"]["sketch_error"])
     assert 0 < errors[1] < errors[0] / 2
 
@@ -83,14 +105,20 @@ def test_the_sketch_error_is_that_of_the_leading_energies():
     U, Xi = block.U.U, block.omega.of(block.U).U
     values, V = torch.linalg.eigh(Xi.T @ Xi)
     energies = (U @ V).square().sum(0)
-    assert opt.diagnostics()["Linear"]["sketch_error"] == pytest.approx(float((energies - values).norm() / energies.norm()))
+    assert opt.diagnostics()["Linear"]["sketch_error"] == pytest.approx(
+        float((energies - values).norm() / energies.norm())
+    )
 
 
 def test_numbers_are_those_of_the_last_refresh_and_unknown_after_loading():
     model, opt, _ = trained(steps=5)
-    assert opt.last_refresh == 3 and all(entry["refreshed_at"] == 3 for entry in opt.diagnostics().values())
+    assert opt.last_refresh == 3 and all(
+        entry["refreshed_at"] == 3 for entry in opt.diagnostics().values()
+    )
     fresh = seng.SENG(model, lr=0.05, refresh_every=3)
-    assert fresh.last_refresh is None and all(entry["form"] == "plain" for entry in fresh.diagnostics().values())
+    assert fresh.last_refresh is None and all(
+        entry["form"] == "plain" for entry in fresh.diagnostics().values()
+    )
     fresh.load_state_dict(opt.state_dict())
     for name, entry in fresh.diagnostics().items():
         assert entry["refreshed_at"] is entry["cosine"] is entry["damping"] is None
@@ -122,7 +150,11 @@ def test_a_layer_with_the_plain_gradient_has_the_same_keys_and_a_reason():
     with pytest.warns(UserWarning, match="'table' takes the plain gradient"):
         train(model, opt, 1)
     entry = opt.diagnostics()["table"]
-    assert set(entry) == KEYS and entry["form"] == "plain" and "dimension 0 of its input is 5" in entry["why"]
+    assert (
+        set(entry) == KEYS
+        and entry["form"] == "plain"
+        and "dimension 0 of its input is 5" in entry["why"]
+    )
 
 
 def test_numbers_survive_a_group_that_is_added():
@@ -150,7 +182,9 @@ def test_tensorboard_gets_every_refresh_in_one_line():
     train(model, opt, 8)
     assert [step for step, _ in writer.scalars["seng/cosine/0"]] == [0, 3, 6]
     numbers = KEYS - {"form", "base", "why", "refreshed_at"}
-    assert set(writer.scalars) == {f"seng/{key}/{layer}" for key in numbers for layer in "01"}
+    assert set(writer.scalars) == {
+        f"seng/{key}/{layer}" for key in numbers for layer in "01"
+    }
 
 
 def test_tensorboard_of_an_attached_optimizer():
@@ -162,14 +196,19 @@ def test_tensorboard_of_an_attached_optimizer():
     train(model, adam, 3)
     assert [step for step, _ in writer.scalars["seng/effective_rank/1"]] == [0, 2]
     adam.register_step_post_hook(seng.TensorBoard(writer))
-    with pytest.raises(TypeError, match="Adam has no curvature; with seng.attach write TensorBoard\\(writer, handle\\)"):
+    with pytest.raises(
+        TypeError,
+        match="Adam has no curvature; with seng.attach write TensorBoard\\(writer, handle\\)",
+    ):
         train(model, adam, 1)
     with pytest.raises(TypeError, match="takes a SummaryWriter"):
         seng.TensorBoard("runs")
 
 
 def test_a_real_summary_writer(tmp_path):
-    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed")
+    tensorboard = pytest.importorskip(
+        "torch.utils.tensorboard", reason="tensorboard is not installed"
+    )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
@@ -186,4 +225,7 @@ def test_the_timer_adds_up():
     for _ in range(2):
         with timer:
             sum(range(10_000))
-    assert len(timer.marks) == 2 and timer.seconds == sum(end - start for start, end in timer.marks) > 0
+    assert (
+        len(timer.marks) == 2
+        and timer.seconds == sum(end - start for start, end in timer.marks) > 0
+    )

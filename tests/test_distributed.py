@@ -23,13 +23,17 @@ LAM = 0.3
 
 def exact(**options):
     """Nothing is cut off, and λ is absolute."""
-    return seng.Curvature(**{"rank": 10**6, "decay": 0, "relative_damping": False, **options})
+    return seng.Curvature(
+        **{"rank": 10**6, "decay": 0, "relative_damping": False, **options}
+    )
 
 
 def parts(total: int, size: int, sizes=None) -> list[slice]:
     sizes = sizes or [total // size] * size
     starts = [sum(sizes[:i]) for i in range(size)]
-    return [slice(start, start + count) for start, count in zip(starts, sizes, strict=True)]
+    return [
+        slice(start, start + count) for start, count in zip(starts, sizes, strict=True)
+    ]
 
 
 def example(name: str, count: int):
@@ -42,7 +46,9 @@ def example(name: str, count: int):
 
 def wanted(u_of: list[torch.Tensor], lam: float, blocks: bool = False) -> torch.Tensor:
     """(M + λI)⁻¹g with M and g as means over ranks; or the mean of the ranks' (M_i + λI)⁻¹g."""
-    g = torch.stack([u.mean(0) if len(u) else torch.zeros(u.shape[1]) for u in u_of]).mean(0)
+    g = torch.stack(
+        [u.mean(0) if len(u) else torch.zeros(u.shape[1]) for u in u_of]
+    ).mean(0)
     Ms = [u.T @ u / max(1, len(u)) for u in u_of]
     if blocks:
         return torch.stack([naive.dense_direction(M, g, lam) for M in Ms]).mean(0)
@@ -65,7 +71,15 @@ def one_step(rank, names, strategy, options, sizes=None):
         part = parts(count, size, sizes)[rank]
         model = DistributedDataParallel(layer)
         curvature = exact(**options)
-        opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=curvature, strategy=strategy)
+        opt = seng.SENG(
+            model,
+            lr=1.0,
+            momentum=0.0,
+            damping=LAM,
+            units="paper",
+            curvature=curvature,
+            strategy=strategy,
+        )
         out[name] = step_of(model, opt, x[part], target[part])
     return out
 
@@ -76,7 +90,9 @@ def check(ranks, strategy, options=(), blocks=False, sizes=None, names=tuple(CAS
         count = sum(sizes) if sizes else 3 * ranks.size
         layer, x, target = example(name, count)
         u = naive.per_sample_gradients(layer, x, target)
-        want = wanted([u[part] for part in parts(count, ranks.size, sizes)], LAM, blocks)
+        want = wanted(
+            [u[part] for part in parts(count, ranks.size, sizes)], LAM, blocks
+        )
         for got in found:
             assert naive.relative_error(got[name], want) < 1e-9, name
 
@@ -98,41 +114,72 @@ def test_ranks_weigh_alike_however_many_samples_they_have(four):
 
 def network():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    )
 
 
 def batches(steps: int, count: int):
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
-        yield torch.randn(count, 1, 4, 4, generator=generator), torch.randn(count, 3, generator=generator)
+        yield (
+            torch.randn(count, 1, 4, 4, generator=generator),
+            torch.randn(count, 3, generator=generator),
+        )
 
 
 def train(rank, steps, options, sizes, settings=None, accumulate=1, order=None):
     """Weights after training; in one process where there are no sizes, with samples in some order."""
     model = network()
-    part = (order or slice(None)) if sizes is None else parts(sum(sizes), len(sizes), sizes)[rank]
+    part = (
+        (order or slice(None))
+        if sizes is None
+        else parts(sum(sizes), len(sizes), sizes)[rank]
+    )
     wrapped = model if sizes is None else DistributedDataParallel(model)
     settings = {"damping": 0.01, "refresh_every": 3, **(settings or {})}
     opt = seng.SENG(wrapped, lr=0.05, curvature=seng.Curvature(**options), **settings)
     for x, target in batches(steps, 12):
         x, target = x[part], target[part]
         opt.zero_grad()
-        for i, (a, b) in enumerate(zip(x.chunk(accumulate), target.chunk(accumulate), strict=True)):
+        for i, (a, b) in enumerate(
+            zip(x.chunk(accumulate), target.chunk(accumulate), strict=True)
+        ):
             last = i == accumulate - 1
-            with wrapped.no_sync() if sizes is not None and not last else torch.enable_grad():
+            with (
+                wrapped.no_sync()
+                if sizes is not None and not last
+                else torch.enable_grad()
+            ):
                 (naive.loss_of(wrapped(a), b) / accumulate).backward()
         opt.step()
     return naive.flat([p.detach() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("options", [{}, {"rank": 5}, {"decay": 0, "rank": 6}, {"form": "merged", "samples": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rank": 5}, {"decay": 0, "rank": 6}, {"form": "merged", "samples": 4}],
+    ids=str,
+)
 def test_training_with_shared_curvature_is_training_in_one_process(ranks, options):
     sizes = [12 // ranks.size] * ranks.size
     found = ranks(train, 10, options, sizes)
     assert all(torch.equal(w, found[0]) for w in found)
     size, share = sizes[0], options.get("samples", 12) // ranks.size
-    order = sorted(range(12), key=lambda i: (i % size >= share, i))  # what each rank takes for its curvature comes first
-    assert naive.relative_error(found[0], train(0, 10, {"form": "merged", **options}, None, order=order)) < 1e-8
+    order = sorted(
+        range(12), key=lambda i: (i % size >= share, i)
+    )  # what each rank takes for its curvature comes first
+    assert (
+        naive.relative_error(
+            found[0], train(0, 10, {"form": "merged", **options}, None, order=order)
+        )
+        < 1e-8
+    )
 
 
 def test_accumulation_is_one_large_batch(two):
@@ -145,11 +192,21 @@ def lagged(rank, steps, wrap, options):
     layer = nn.Linear(5, 3)
     model = DistributedDataParallel(layer) if wrap else layer
     settings = {"refresh_every": 3, "strategy": "lagged", "units": "paper"}
-    opt = seng.SENG(model, lr=0.01, momentum=0.0, damping=LAM, curvature=exact(**options), **settings)
+    opt = seng.SENG(
+        model,
+        lr=0.01,
+        momentum=0.0,
+        damping=LAM,
+        curvature=exact(**options),
+        **settings,
+    )
     seen = []
     generator = torch.Generator().manual_seed(7)
     for _ in range(steps):
-        x, target = torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
+        x, target = (
+            torch.randn(8, 5, generator=generator),
+            torch.randn(8, 3, generator=generator),
+        )
         size = dist.get_world_size() if dist.is_initialized() else 1
         part = parts(8, size)[rank]
         opt.zero_grad()
@@ -160,7 +217,9 @@ def lagged(rank, steps, wrap, options):
                 p.grad /= size
         before = naive.flat([p.detach().clone() for p in layer.parameters()])
         opt.step()
-        seen.append((before - naive.flat([p.detach() for p in layer.parameters()])) / 0.01)
+        seen.append(
+            (before - naive.flat([p.detach() for p in layer.parameters()])) / 0.01
+        )
     return seen
 
 
@@ -170,13 +229,18 @@ def lagged_by_hand(size, steps):
     generator = torch.Generator().manual_seed(7)
     out, before, Ms = [], None, []
     for k in range(steps):
-        x, target = torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
+        x, target = (
+            torch.randn(8, 5, generator=generator),
+            torch.randn(8, 3, generator=generator),
+        )
         u = naive.per_sample_gradients(layer, x, target)
         g = u.mean(0)
         if k % 3 == 0:
             Ms = [naive.fisher(u[part]) for part in parts(8, size)]
         base = g if before is None else before
-        correction = torch.stack([base - LAM * naive.dense_direction(M, base, LAM) for M in Ms]).mean(0)
+        correction = torch.stack(
+            [base - LAM * naive.dense_direction(M, base, LAM) for M in Ms]
+        ).mean(0)
         out.append((g - correction) / LAM)
         before = g
         with torch.no_grad():
@@ -186,7 +250,9 @@ def lagged_by_hand(size, steps):
 
 
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
-@pytest.mark.parametrize("wrap", [True, False], ids=["in the gradients' messages", "by itself"])
+@pytest.mark.parametrize(
+    "wrap", [True, False], ids=["in the gradients' messages", "by itself"]
+)
 def test_lagged_is_its_formula(ranks, wrap, form):
     want = lagged_by_hand(ranks.size, 8)
     for found in ranks(lagged, 8, wrap, {"form": form}):
@@ -204,7 +270,15 @@ def independent(rank):
     part = parts(8, dist.get_world_size())[rank]
     model = DistributedDataParallel(layer)
     curvature = exact(form="implicit", combine="independent")
-    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=curvature, strategy="block")
+    opt = seng.SENG(
+        model,
+        lr=1.0,
+        momentum=0.0,
+        damping=LAM,
+        units="paper",
+        curvature=curvature,
+        strategy="block",
+    )
     return step_of(model, opt, x[part], target[part])
 
 
@@ -220,7 +294,12 @@ def test_block_with_independent_sides_takes_the_product_of_their_means(ranks):
         c = torch.linalg.solve(LAM * torch.eye(rho) + U.T @ U, U.T @ g)
         A = torch.cat([x[part], torch.ones(rho, 1)], 1)
         root = c.abs().sqrt()
-        sides.append(((root[:, None] * G / rho**0.5).sum(0), (c[:, None] * A).sum(0) / root.sum()))
+        sides.append(
+            (
+                (root[:, None] * G / rho**0.5).sum(0),
+                (c[:, None] * A).sum(0) / root.sum(),
+            )
+        )
     G, A = (torch.stack(side).mean(0) for side in zip(*sides, strict=True))
     product = torch.outer(G, A)
     want = (g - torch.cat([product[:, :-1].reshape(-1), product[:, -1]])) / LAM
@@ -234,7 +313,11 @@ class Branches(nn.Module):
     def __init__(self, third):
         super().__init__()
         torch.manual_seed(2)
-        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4) if third else None
+        self.first, self.second, self.third = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4) if third else None,
+        )
         self.rank = 0
 
     def forward(self, x):
@@ -246,21 +329,34 @@ def branches(rank, strategy, third):
     model.rank = rank
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     opt = seng.SENG(
-        wrapped, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=exact(), strategy=strategy, refresh_every=2
+        wrapped,
+        lr=1.0,
+        momentum=0.0,
+        damping=LAM,
+        units="paper",
+        curvature=exact(),
+        strategy=strategy,
+        refresh_every=2,
     )
     generator = torch.Generator().manual_seed(rank)
     for _ in range(5):
         opt.zero_grad()
-        naive.loss_of(wrapped(torch.randn(3, 4, generator=generator)), torch.ones(3, 4)).backward()
+        naive.loss_of(
+            wrapped(torch.randn(3, 4, generator=generator)), torch.ones(3, 4)
+        ).backward()
         opt.step()
-    return naive.flat([p.detach() for p in model.parameters()]), not third or model.third.weight.grad is None
+    return naive.flat(
+        [p.detach() for p in model.parameters()]
+    ), not third or model.third.weight.grad is None
 
 
 @pytest.mark.parametrize("third", [True, False], ids=["three", "two"])
 @pytest.mark.parametrize("strategy", ["shared", "block", "lagged"])
 def test_layers_that_some_ranks_or_none_use(ranks, strategy, third):
     found = ranks(branches, strategy, third)
-    assert all(torch.equal(weights, found[0][0]) and unused for weights, unused in found)
+    assert all(
+        torch.equal(weights, found[0][0]) and unused for weights, unused in found
+    )
     assert found[0][0].isfinite().all()
 
 
@@ -269,7 +365,14 @@ def an_empty_batch(rank, strategy):
     model = DistributedDataParallel(layer)
     part = slice(0, 0) if rank == 1 else parts(4, 2)[rank]
     opt = seng.SENG(
-        model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=exact(), strategy=strategy, refresh_every=2
+        model,
+        lr=1.0,
+        momentum=0.0,
+        damping=LAM,
+        units="paper",
+        curvature=exact(),
+        strategy=strategy,
+        refresh_every=2,
     )
     loss = lambda out, t: naive.loss_of(out, t) if len(out) else out.sum()  # noqa: E731
     first = step_of(model, opt, x[part], target[part], loss)
@@ -282,7 +385,9 @@ def an_empty_batch(rank, strategy):
 def test_a_rank_without_samples(two, strategy):
     layer, x, target = example("linear", 4)
     u = naive.per_sample_gradients(layer, x, target)
-    want = wanted([u[:2], u[:0]], LAM, strategy != "shared")  # the first step is not lagged
+    want = wanted(
+        [u[:2], u[:0]], LAM, strategy != "shared"
+    )  # the first step is not lagged
     for got in two(an_empty_batch, strategy):
         assert naive.relative_error(got, want) < 1e-9
 
@@ -296,7 +401,10 @@ def frozen(rank, strategy):
     part = parts(12, dist.get_world_size())[rank]
     for x, target in batches(5, 12):
         step_of(wrapped, opt, x[part], target[part])
-    stayed = [torch.equal(p, before) for p, before in zip(model.parameters(), start, strict=True)]
+    stayed = [
+        torch.equal(p, before)
+        for p, before in zip(model.parameters(), start, strict=True)
+    ]
     return naive.flat([p.detach() for p in model.parameters()]), stayed
 
 
@@ -304,7 +412,14 @@ def frozen(rank, strategy):
 def test_frozen_parameters_stay(ranks, strategy):
     found = ranks(frozen, strategy)
     assert all(torch.equal(w, found[0][0]) for w, _ in found)
-    assert found[0][1] == [False, False, True, False, False, False]  # of three layers the second one's weight
+    assert found[0][1] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]  # of three layers the second one's weight
 
 
 def relative(rank):
@@ -312,7 +427,15 @@ def relative(rank):
     part = parts(8, dist.get_world_size())[rank]
     model = DistributedDataParallel(layer)
     curvature = exact(relative_damping=True)
-    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=LAM, units="sgd", curvature=curvature, strategy="block")
+    opt = seng.SENG(
+        model,
+        lr=1.0,
+        momentum=0.0,
+        damping=LAM,
+        units="sgd",
+        curvature=curvature,
+        strategy="block",
+    )
     return step_of(model, opt, x[part], target[part])
 
 
@@ -320,7 +443,11 @@ def test_a_relative_damping_of_block_is_relative_to_the_mean_of_the_ranks(ranks)
     layer, x, target = example("linear", 8)
     u = naive.per_sample_gradients(layer, x, target)
     u_of = [u[part] for part in parts(8, ranks.size)]
-    lam = LAM * sum(float(torch.linalg.eigvalsh(naive.fisher(v))[-1]) for v in u_of) / ranks.size
+    lam = (
+        LAM
+        * sum(float(torch.linalg.eigvalsh(naive.fisher(v))[-1]) for v in u_of)
+        / ranks.size
+    )
     want = lam * wanted(u_of, lam, blocks=True)
     for got in ranks(relative):
         assert naive.relative_error(got, want) < 1e-9
@@ -370,7 +497,13 @@ def lagged_with(rank, wrap, change):
     """`lagged` while the damping changes, or with a batch of its own for the curvature."""
     model = network()
     wrapped = DistributedDataParallel(model)
-    opt = seng.SENG(wrapped if wrap else model, lr=0.05, refresh_every=4, strategy="lagged", damping=0.01)
+    opt = seng.SENG(
+        wrapped if wrap else model,
+        lr=0.05,
+        refresh_every=4,
+        strategy="lagged",
+        damping=0.01,
+    )
     part = parts(12, dist.get_world_size())[rank]
     for i, (x, target) in enumerate(batches(7, 12)):
         x, target = x[part], target[part]
@@ -414,14 +547,24 @@ def reloaded(rank, strategy, fresh):
 @pytest.mark.parametrize("strategy", ["shared", "block", "lagged"])
 def test_a_state_is_loaded_by_all(two, strategy, fresh):
     (first, at), (second, _) = two(reloaded, strategy, fresh)
-    assert torch.equal(first, second) and at == (6 if strategy != "shared" else None)  # their own curvature is refreshed
+    assert torch.equal(first, second) and at == (
+        6 if strategy != "shared" else None
+    )  # their own curvature is refreshed
 
 
 def used_again(rank, strategy):
     """A layer that is used at the first refresh, not at the second, and then again."""
     model = Branches(False)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = seng.SENG(wrapped, lr=0.1, momentum=0.0, damping=LAM, curvature=exact(), strategy=strategy, refresh_every=2)
+    opt = seng.SENG(
+        wrapped,
+        lr=0.1,
+        momentum=0.0,
+        damping=LAM,
+        curvature=exact(),
+        strategy=strategy,
+        refresh_every=2,
+    )
     for i in range(4):
         model.rank = int(i not in (2,))
         opt.zero_grad()
@@ -469,7 +612,9 @@ class Sent:
 
 def test_a_message_does_not_keep_the_averaging(monkeypatch):
     sent = Sent()
-    monkeypatch.setattr("seng.distributed.averaging.dist.all_reduce", lambda *_, **__: sent)
+    monkeypatch.setattr(
+        "seng.distributed.averaging.dist.all_reduce", lambda *_, **__: sent
+    )
     p = nn.Parameter(torch.ones(3))
     averaging = Averaging(Team("lagged", 2), nn.Linear(1, 1), local={p: torch.ones(3)})
     bucket = SimpleNamespace(buffer=lambda: torch.zeros(3), parameters=lambda: [p])
@@ -489,7 +634,9 @@ def bucket_views(rank):
     before = naive.flat([p.grad.clone() for p in model.parameters()])
     with opt.curvature_batch():
         naive.loss_of(wrapped(y[part]), other[part]).backward()
-    return naive.relative_error(naive.flat([p.grad for p in model.parameters()]), before)
+    return naive.relative_error(
+        naive.flat([p.grad for p in model.parameters()]), before
+    )
 
 
 def test_a_batch_for_the_curvature_leaves_gradients_alone(two):
@@ -515,7 +662,9 @@ def drawn(rank):
     from seng.distributed.team import team_of
     from seng.linalg.operators import Explicit
 
-    U = Explicit(torch.randn(50, 3, generator=torch.Generator().manual_seed(rank)), (1, 5, 10))
+    U = Explicit(
+        torch.randn(50, 3, generator=torch.Generator().manual_seed(rank)), (1, 5, 10)
+    )
     share = Share(U, [3, 3], 2, lambda: torch.Generator().manual_seed(9))
     omega = _omega(team_of(None, None), share, seng.sketch.LeverageRows(20))
     return omega.index, omega.scale, U.row_norms()

@@ -75,7 +75,11 @@ def tensor_parallel(rank):
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     model = nn.Sequential(nn.Linear(4, 4))
-    seng.SENG(parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()}))
+    seng.SENG(
+        parallelize_module(
+            model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()}
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,11 +87,20 @@ def tensor_parallel(rank):
     [
         (other_damping, "the dampings of rank 1 are not those of rank 0 at step 0"),
         (local_among_several, "ranks with curvatures of their own would drift apart"),
-        (tensor_parallel, "DTensors that no fully_shard has made (tensor parallelism?)"),
+        (
+            tensor_parallel,
+            "DTensors that no fully_shard has made (tensor parallelism?)",
+        ),
         (other_model, "rank 1 differs from rank 0 in its layers"),
-        (other_options, "rank 1 differs from rank 0 in its refresh_every: 11 where rank 0 has 10"),
+        (
+            other_options,
+            "rank 1 differs from rank 0 in its refresh_every: 11 where rank 0 has 10",
+        ),
         (other_damping_units, "rank 1 differs from rank 0 in its curvature"),
-        (other_seed, "the weights of rank 1 are not those of rank 0: wrap the network in DistributedDataParallel"),
+        (
+            other_seed,
+            "the weights of rank 1 are not those of rank 0: wrap the network in DistributedDataParallel",
+        ),
         (other_seed_without_curvature, "the weights of rank 1 are not those of rank 0"),
         (other_steps, "the ranks refresh their curvature at different steps: [1, 2]"),
     ],
@@ -111,11 +124,17 @@ def one_raises(rank):
     stepped(model, opt)
 
 
-@pytest.mark.parametrize(("function", "what"), [(only_the_first, "meeting the other ranks"), (one_raises, "comparing weights")])
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [(only_the_first, "meeting the other ranks"), (one_raises, "comparing weights")],
+)
 def test_a_rank_that_is_missing_or_fails_ends_the_wait(hasty, function, what):
     start = time.monotonic()
     (_, error), _ = hasty.outcomes(function)
-    assert f"SENG, rank 0 of 2: {what} did not come about; another rank has failed" in error
+    assert (
+        f"SENG, rank 0 of 2: {what} did not come about; another rank has failed"
+        in error
+    )
     assert time.monotonic() - start < TIMEOUT + 15
 
 
@@ -123,7 +142,11 @@ def forms(rank, options):
     seng.SENG(nn.Linear(4, 3), curvature=seng.Curvature(**options))
 
 
-@pytest.mark.parametrize("options", [{"form": "implicit", "decay": 0}, {"combine": "independent", "decay": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"form": "implicit", "decay": 0}, {"combine": "independent", "decay": 0}],
+    ids=str,
+)
 def test_factors_cannot_be_shared(two, options):
     for _, error in two.outcomes(forms, options):
         assert "keeps each sample's factors" in error and "strategy='block'" in error

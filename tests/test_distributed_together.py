@@ -11,7 +11,14 @@ import seng
 
 def small():
     torch.manual_seed(3)
-    layers = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3)
+    layers = (
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    )
     return nn.Sequential(*layers).float()
 
 
@@ -21,7 +28,13 @@ def all_at_once(rank, steps, several, curved=True):
     model = small()
     wrapped = DistributedDataParallel(model) if several else model
     damping = 0.01 if curved else 1e30
-    opt = seng.SENG(wrapped, lr=0.05, damping=damping, refresh_every=3, curvature=seng.Curvature(form="merged"))
+    opt = seng.SENG(
+        wrapped,
+        lr=0.05,
+        damping=damping,
+        refresh_every=3,
+        curvature=seng.Curvature(form="merged"),
+    )
     compiled = torch.compile(wrapped)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     part = parts(12, 2)[rank] if several else slice(None)
@@ -44,5 +57,8 @@ def test_ddp_compile_amp_and_accumulation_together(two):
     assert torch.equal(first, second)
     start = naive.flat([p.detach() for p in small().parameters()])
     one, plain = all_at_once(0, 8, False), all_at_once(0, 8, False, curved=False)
-    off, curved = naive.relative_error(first - start, one - start), naive.relative_error(plain - start, one - start)
+    off, curved = (
+        naive.relative_error(first - start, one - start),
+        naive.relative_error(plain - start, one - start),
+    )
     assert off < 0.1 * curved  # rounding of bfloat16 against what curvature does

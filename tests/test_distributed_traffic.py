@@ -17,11 +17,19 @@ def steps_of(rank, strategy, wrap, options):
     """(bytes, messages) of each step; strategy None is SGD."""
     model = network()
     gradient = sum(p.numel() * p.element_size() for p in model.parameters())
-    wrapped = nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else sharded(model)
+    wrapped = (
+        nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else sharded(model)
+    )
     if strategy is None:
         opt = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     else:
-        opt = seng.SENG(wrapped, lr=0.05, refresh_every=4, strategy=strategy, curvature=seng.Curvature(**options))
+        opt = seng.SENG(
+            wrapped,
+            lr=0.05,
+            refresh_every=4,
+            strategy=strategy,
+            curvature=seng.Curvature(**options),
+        )
     part = parts(12, dist.get_world_size())[rank]
     found = []
     for x, target in batches(8, 12):
@@ -35,8 +43,13 @@ def steps_of(rank, strategy, wrap, options):
 
 def beyond(ranks, strategy, wrap="ddp", **options):
     """What a strategy sends at each step more than SGD does."""
-    (plain, gradient), (ours, _) = ranks(steps_of, None, wrap, {})[0], ranks(steps_of, strategy, wrap, options)[0]
-    return [(b - a, m - n) for (a, n), (b, m) in zip(plain, ours, strict=True)], gradient
+    (plain, gradient), (ours, _) = (
+        ranks(steps_of, None, wrap, {})[0],
+        ranks(steps_of, strategy, wrap, options)[0],
+    )
+    return [
+        (b - a, m - n) for (a, n), (b, m) in zip(plain, ours, strict=True)
+    ], gradient
 
 
 IDLE = (2, 3, 5, 6, 7)  # of T = 4; the first steps have messages of DDP's own
@@ -60,7 +73,9 @@ def test_lagged_sends_one_gradient_more_in_the_same_messages(two):
 
 def test_spread_parameters_send_k_numbers_per_layer(two):
     extra, _ = beyond(two, "shared", wrap="fsdp", rank=5)
-    assert all(extra[i] == (3 * 5 * 8, 1) for i in IDLE)  # three layers, float64, one message
+    assert all(
+        extra[i] == (3 * 5 * 8, 1) for i in IDLE
+    )  # three layers, float64, one message
 
 
 def resnet50(rank, half):
@@ -70,7 +85,9 @@ def resnet50(rank, half):
     model = models.resnet50(1000)
     gradient = sum(p.numel() * p.element_size() for p in model.parameters())
     wrapped = nn.parallel.DistributedDataParallel(model)
-    opt = seng.SENG(wrapped, lr=0.01, refresh_every=200, curvature=seng.Curvature(rank=16))
+    opt = seng.SENG(
+        wrapped, lr=0.01, refresh_every=200, curvature=seng.Curvature(rank=16)
+    )
     x, y = torch.randn(8, 3, 32, 32), torch.randint(1000, (8,))
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         loss = nn.functional.cross_entropy(wrapped(x).float(), y)
@@ -80,8 +97,14 @@ def resnet50(rank, half):
     return traffic.bytes, gradient
 
 
-@pytest.mark.parametrize(("half", "least", "most"), [(False, 0.08, 0.1), (True, 0.04, 0.06)], ids=["float32", "bfloat16"])
-def test_a_refresh_of_resnet50_every_200_steps_is_less_than_a_tenth_of_a_gradient_per_step(two, half, least, most):
+@pytest.mark.parametrize(
+    ("half", "least", "most"),
+    [(False, 0.08, 0.1), (True, 0.04, 0.06)],
+    ids=["float32", "bfloat16"],
+)
+def test_a_refresh_of_resnet50_every_200_steps_is_less_than_a_tenth_of_a_gradient_per_step(
+    two, half, least, most
+):
     for sent, gradient in two(resnet50, half):
         assert least < sent / 200 / gradient < most
 
@@ -89,7 +112,9 @@ def test_a_refresh_of_resnet50_every_200_steps_is_less_than_a_tenth_of_a_gradien
 def test_a_limit_on_traffic_is_kept(two):
     free, gradient = beyond(two, "shared", rank=6, decay=0)
     limited, _ = beyond(two, "shared", rank=6, decay=0, traffic=0.5)
-    saved = (free[4][0] - limited[4][0]) / gradient  # T = 4: two directions instead of six
+    saved = (
+        free[4][0] - limited[4][0]
+    ) / gradient  # T = 4: two directions instead of six
     assert 4 <= saved < 4.2  # and fewer numbers of who has how much of which
 
 
@@ -99,9 +124,16 @@ def warned(rank):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps_of(rank, "shared", "ddp", {"rank": 6})
-    return [str(w.message) for w in caught if "gradients per step between ranks" in str(w.message)]
+    return [
+        str(w.message)
+        for w in caught
+        if "gradients per step between ranks" in str(w.message)
+    ]
 
 
 def test_refreshes_that_send_more_than_training_are_told_of(two):
     for said in two(warned):
-        assert len(said) == 1 and "6 directions every 4 steps is 1.5 gradients per step" in said[0]
+        assert (
+            len(said) == 1
+            and "6 directions every 4 steps is 1.5 gradients per step" in said[0]
+        )

@@ -40,5 +40,12 @@ def test_example(path, capsys):
 def test_the_readme_names_both_commands_and_every_public_name():
     text = (Path(__file__).parent.parent / "README.md").read_text()
     assert "make demo" in text and "make test" in text
-    for name in ("seng.SENG(", "seng.attach(", "seng.explain(", "seng.Curvature(", "seng.schedules", "seng.sketch"):
+    for name in (
+        "seng.SENG(",
+        "seng.attach(",
+        "seng.explain(",
+        "seng.Curvature(",
+        "seng.schedules",
+        "seng.sketch",
+    ):
         assert name in text

@@ -20,11 +20,20 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainingArg
 import seng
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning:lightning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:lightning", "ignore::FutureWarning:lightning"
+)
 
-OPTIONS = {"lr": 0.1, "damping": 0.05, "refresh_every": 5, "curvature": seng.Curvature(relative_damping=False)}
+OPTIONS = {
+    "lr": 0.1,
+    "damping": 0.05,
+    "refresh_every": 5,
+    "curvature": seng.Curvature(relative_damping=False),
+}
 CLIP = 0.5
-TOKENS = torch.stack([(torch.arange(9) * (2 + i % 3) + i) % 11 for i in range(48)])  # counting modulo eleven
+TOKENS = torch.stack(
+    [(torch.arange(9) * (2 + i % 3) + i) % 11 for i in range(48)]
+)  # counting modulo eleven
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +57,13 @@ def data(batch):
 def language_model(seed=0):
     """Linear, LayerNorm, and an Embedding that is tied to the head."""
     torch.manual_seed(seed)
-    shape = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    shape = {
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     return GPTNeoXForCausalLM(GPTNeoXConfig(**shape, tie_word_embeddings=True))
 
 
@@ -84,9 +99,13 @@ def assert_same(model, opt, want, want_opt, *, steps, tolerance=1e-10):
     assert ours.steps == theirs.steps == steps
     assert set(ours.blocks) == set(theirs.blocks) == set(range(len(ours.sites)))
     assert "plain" not in {layer["form"] for layer in opt.diagnostics().values()}
-    torch.testing.assert_close(vector(model), vector(want), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        vector(model), vector(want), rtol=tolerance, atol=tolerance
+    )
     for index, block in ours.blocks.items():
-        torch.testing.assert_close(block.top, theirs.blocks[index].top, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            block.top, theirs.blocks[index].top, rtol=tolerance, atol=tolerance
+        )
 
 
 def test_the_comparison_can_fail():
@@ -98,7 +117,9 @@ def test_the_comparison_can_fail():
     sgd = {"make": lambda model, lr, **_: torch.optim.SGD(model.parameters(), lr, 0.9)}
     for options in (half, quarter, sgd):
         other, _ = plain_loop(network(), batches, **options)
-        assert (vector(other) - vector(want)).norm() > 0.01 * (vector(want) - vector(network())).norm()
+        assert (vector(other) - vector(want)).norm() > 0.01 * (
+            vector(want) - vector(network())
+        ).norm()
 
 
 class Lit(L.LightningModule):
@@ -111,12 +132,19 @@ class Lit(L.LightningModule):
 
     def configure_optimizers(self):
         opt = seng.SENG(self, **self.options)
-        return [opt], [{"scheduler": linear_to_zero(opt, self.steps), "interval": "step"}]
+        return [opt], [
+            {"scheduler": linear_to_zero(opt, self.steps), "interval": "step"}
+        ]
 
 
 def fit(module, epochs=2, ckpt_path=None, **options):
     """Two micro-batches of four a step."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     if module.automatic_optimization:
         options |= {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP}
     trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", **quiet, **options)
@@ -135,7 +163,12 @@ def test_lightning_resumes_from_its_checkpoint(tmp_path):
     want = fit(Lit(steps=24), epochs=4)
     half, _ = fit(Lit(steps=24))
     half.trainer.save_checkpoint(tmp_path / "half.ckpt")
-    assert_same(*fit(Lit(3, steps=24), epochs=4, ckpt_path=tmp_path / "half.ckpt"), *want, steps=24, tolerance=0)
+    assert_same(
+        *fit(Lit(3, steps=24), epochs=4, ckpt_path=tmp_path / "half.ckpt"),
+        *want,
+        steps=24,
+        tolerance=0,
+    )
 
 
 class Manual(Lit):
@@ -164,7 +197,9 @@ class Thaw(Lit):
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
-            self.optimizers().add_param_group({"params": list(self.net[:3].parameters())})
+            self.optimizers().add_param_group(
+                {"params": list(self.net[:3].parameters())}
+            )
 
 
 def test_lightning_adds_a_param_group():
@@ -172,13 +207,20 @@ def test_lightning_adds_a_param_group():
     module, opt = fit(Thaw())
     assert opt.preconditioner.steps == 12
     assert set(opt.preconditioner.blocks) == {0, 1, 2}
-    assert all((p != q).any() for p, q in zip(module.parameters(), network().parameters(), strict=True))
+    assert all(
+        (p != q).any()
+        for p, q in zip(module.parameters(), network().parameters(), strict=True)
+    )
 
 
 def accelerated(steps, seed=0, refresh_every=5, **options):
     accelerator = Accelerator(cpu=True, **options)
-    opt = seng.SENG(model := network(seed), **OPTIONS | {"refresh_every": refresh_every})
-    return accelerator, *accelerator.prepare(model, opt, data(4), linear_to_zero(opt, steps))
+    opt = seng.SENG(
+        model := network(seed), **OPTIONS | {"refresh_every": refresh_every}
+    )
+    return accelerator, *accelerator.prepare(
+        model, opt, data(4), linear_to_zero(opt, steps)
+    )
 
 
 def loop(accelerator, model, opt, loader, schedule):
@@ -197,11 +239,15 @@ def loop(accelerator, model, opt, loader, schedule):
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_accelerate_takes_the_curvature_of_all_micro_batches(k):
     got = loop(*accelerated(24 // k, refresh_every=1, gradient_accumulation_steps=k))
-    assert_same(*got, *plain_loop(network(), [*data(4 * k)] * 2, refresh_every=1), steps=24 // k)
+    assert_same(
+        *got, *plain_loop(network(), [*data(4 * k)] * 2, refresh_every=1), steps=24 // k
+    )
 
 
 def test_accelerate_resumes_from_its_state(tmp_path):
-    run, again = (accelerated(24, seed, gradient_accumulation_steps=2) for seed in (0, 3))
+    run, again = (
+        accelerated(24, seed, gradient_accumulation_steps=2) for seed in (0, 3)
+    )
     loop(*run)
     run[0].save_state(tmp_path)
     want = loop(*run)
@@ -215,11 +261,27 @@ WAYS = ("optimizers", "optimizer_cls_and_kwargs")
 def train(folder, way="optimizers", seed=0, resume=None, **options):
     """Twelve steps of the Trainer, two micro-batches of four each; its schedule is linear to zero by default."""
     model = language_model(seed)
-    how = (seng.SENG(model, **OPTIONS), None) if way == "optimizers" else (seng.SENG, {"module": model, **OPTIONS})
-    batch = {"max_steps": 12, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": CLIP}
+    how = (
+        (seng.SENG(model, **OPTIONS), None)
+        if way == "optimizers"
+        else (seng.SENG, {"module": model, **OPTIONS})
+    )
+    batch = {
+        "max_steps": 12,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": CLIP,
+    }
     order = {"train_sampling_strategy": "sequential", "seed": 0}
-    quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
-    args = TrainingArguments(folder, **batch, **order, **quiet, **{"save_strategy": "no"} | options)
+    quiet = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "use_cpu": True,
+    }
+    args = TrainingArguments(
+        folder, **batch, **order, **quiet, **{"save_strategy": "no"} | options
+    )
     pairs = [{"input_ids": tokens, "labels": tokens} for tokens in TOKENS]
     trainer = Trainer(model, args, train_dataset=pairs, **{way: how})
     trainer.train(resume_from_checkpoint=resume)
@@ -237,7 +299,12 @@ def test_trainer_is_the_plain_loop(way, gradient_checkpointing, tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 def test_trainer_resumes_from_its_checkpoint(way, tmp_path):
     want = train(tmp_path, way, save_strategy="steps", save_steps=7)
-    assert_same(*train(tmp_path, way, seed=3, resume=tmp_path / "checkpoint-7"), *want, steps=12, tolerance=0)
+    assert_same(
+        *train(tmp_path, way, seed=3, resume=tmp_path / "checkpoint-7"),
+        *want,
+        steps=12,
+        tolerance=0,
+    )
 
 
 def rounded(framework, folder):
@@ -246,19 +313,29 @@ def rounded(framework, folder):
     if framework == "lightning":
         return fit(Lit(), precision="bf16-mixed")
     if framework == "accelerate":
-        return loop(*accelerated(12, gradient_accumulation_steps=2, mixed_precision="bf16"))
+        return loop(
+            *accelerated(12, gradient_accumulation_steps=2, mixed_precision="bf16")
+        )
     return train(folder, bf16=True)
 
 
-@pytest.mark.parametrize("framework", ["lightning", "lightning-16", "accelerate", "trainer"])
+@pytest.mark.parametrize(
+    "framework", ["lightning", "lightning-16", "accelerate", "trainer"]
+)
 def test_mixed_precision_goes_nearly_the_same_way(framework, tmp_path):
     torch.set_default_dtype(torch.float32)
     model, opt = rounded(framework, tmp_path)
-    start, batches = (language_model(), TOKENS.split(8)) if framework == "trainer" else (network(), data(8))
+    start, batches = (
+        (language_model(), TOKENS.split(8))
+        if framework == "trainer"
+        else (network(), data(8))
+    )
     before = vector(start)
     want, want_opt = plain_loop(start, [*batches] * 2)
     assert vector(model).dtype == torch.float32
     assert (vector(model) - vector(want)).norm() < 0.1 * (vector(want) - before).norm()
     assert len(opt.preconditioner.blocks) == len(opt.preconditioner.sites)
     for index, block in opt.preconditioner.blocks.items():
-        torch.testing.assert_close(block.top, want_opt.preconditioner.blocks[index].top, rtol=0.1, atol=0)
+        torch.testing.assert_close(
+            block.top, want_opt.preconditioner.blocks[index].top, rtol=0.1, atol=0
+        )

@@ -14,11 +14,20 @@ import seng
 
 
 def whole(params) -> torch.Tensor:
-    return naive.flat([p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach() for p in params])
+    return naive.flat(
+        [
+            p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach()
+            for p in params
+        ]
+    )
 
 
 def mesh_of(size: int, hybrid: bool):
-    return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards")) if hybrid else None
+    return (
+        init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
+        if hybrid
+        else None
+    )
 
 
 def one_step(rank, names, hybrid):
@@ -29,7 +38,9 @@ def one_step(rank, names, hybrid):
         part = parts(3 * size, size)[rank]
         model = fully_shard(nn.Sequential(layer), **({"mesh": mesh} if hybrid else {}))
         before = whole(model.parameters())
-        opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=exact())
+        opt = seng.SENG(
+            model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=exact()
+        )
         naive.loss_of(model(x[part]), target[part]).backward()
         opt.step()
         out[name] = before - whole(model.parameters())
@@ -65,11 +76,19 @@ def sharded(model):
 
 def trained(rank, steps, options, accumulate=1):
     model = sharded(network())
-    opt = seng.SENG(model, lr=0.05, curvature=seng.Curvature(**options), damping=0.01, refresh_every=3)
+    opt = seng.SENG(
+        model,
+        lr=0.05,
+        curvature=seng.Curvature(**options),
+        damping=0.01,
+        refresh_every=3,
+    )
     part = parts(12, dist.get_world_size())[rank]
     for x, target in batches(steps, 12):
         opt.zero_grad()
-        chunks = list(zip(x[part].chunk(accumulate), target[part].chunk(accumulate), strict=True))
+        chunks = list(
+            zip(x[part].chunk(accumulate), target[part].chunk(accumulate), strict=True)
+        )
         for i, (a, b) in enumerate(chunks):
             model.set_requires_gradient_sync(i == len(chunks) - 1)
             (naive.loss_of(model(a), b) / accumulate).backward()
@@ -100,7 +119,11 @@ def test_the_papers_strategies_need_whole_parameters(two, strategy):
 
 
 def wrapped(how):
-    return sharded(network()) if how == "fsdp" else nn.parallel.DistributedDataParallel(network())
+    return (
+        sharded(network())
+        if how == "fsdp"
+        else nn.parallel.DistributedDataParallel(network())
+    )
 
 
 def saved(rank, folder, steps, options, how="fsdp"):
@@ -109,7 +132,13 @@ def saved(rank, folder, steps, options, how="fsdp"):
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model = wrapped(how)
-    opt = seng.SENG(model, lr=0.05, damping=0.01, refresh_every=4, curvature=seng.Curvature(**options))
+    opt = seng.SENG(
+        model,
+        lr=0.05,
+        damping=0.01,
+        refresh_every=4,
+        curvature=seng.Curvature(**options),
+    )
     part = parts(12, dist.get_world_size())[rank]
     for i, (x, target) in enumerate(batches(2 * steps, 12)):
         if i == steps:
@@ -126,12 +155,20 @@ def resumed(rank, folder, steps, options, how="fsdp"):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model = wrapped(how)
-    opt = seng.SENG(model, lr=0.05, damping=0.01, refresh_every=4, curvature=seng.Curvature(**options))
+    opt = seng.SENG(
+        model,
+        lr=0.05,
+        damping=0.01,
+        refresh_every=4,
+        curvature=seng.Curvature(**options),
+    )
     weights, optim = get_state_dict(model, opt)
     state = {"model": weights, "optim": optim}
     seng.expect_curvature(state, folder)
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    set_state_dict(
+        model, opt, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
     part = parts(12, dist.get_world_size())[rank]
     for x, target in list(batches(2 * steps, 12))[steps:]:
         opt.zero_grad()
@@ -142,17 +179,24 @@ def resumed(rank, folder, steps, options, how="fsdp"):
 
 @pytest.mark.parametrize("options", [{}, {"decay": 0}], ids=str)
 def test_a_checkpoint_resumes_on_another_number_of_ranks(two, four, tmp_path, options):
-    want = two(saved, str(tmp_path / "two"), 6, options)[0]  # in mid-period: two steps after a refresh
+    want = two(saved, str(tmp_path / "two"), 6, options)[
+        0
+    ]  # in mid-period: two steps after a refresh
     for ranks in (two, four):
         found = ranks(resumed, str(tmp_path / "two"), 6, options)
         assert all(naive.relative_error(w, want) < 1e-9 for w in found)
 
 
-@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("ddp", "ddp")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("ddp", "ddp")]
+)
 def test_a_checkpoint_resumes_under_another_wrapper(two, four, tmp_path, before, after):
     want = two(saved, str(tmp_path / "two"), 6, {}, before)[0]
     for ranks in (two, four):
-        assert all(naive.relative_error(w, want) < 1e-9 for w in ranks(resumed, str(tmp_path / "two"), 6, {}, after))
+        assert all(
+            naive.relative_error(w, want) < 1e-9
+            for w in ranks(resumed, str(tmp_path / "two"), 6, {}, after)
+        )
 
 
 def full_state(rank):
@@ -201,13 +245,20 @@ def to_and_fro(rank):
             if state:
                 with warnings.catch_warnings(record=True) as told:
                     warnings.simplefilter("always")
-                    sd.set_optimizer_state_dict(model, opt, state, options=sd.StateDictOptions(full_state_dict=True))
+                    sd.set_optimizer_state_dict(
+                        model,
+                        opt,
+                        state,
+                        options=sd.StateDictOptions(full_state_dict=True),
+                    )
                 out.append(any("seng: the loaded" in str(w.message) for w in told))
             for x, target in batches(3, 12):
                 opt.zero_grad()
                 naive.loss_of(model(x[part]), target[part]).backward()
                 opt.step()
-            state = sd.get_optimizer_state_dict(model, opt, options=sd.StateDictOptions(full_state_dict=True))
+            state = sd.get_optimizer_state_dict(
+                model, opt, options=sd.StateDictOptions(full_state_dict=True)
+            )
         out.append(bool(whole(model.parameters()).isfinite().all()))
     return out
 

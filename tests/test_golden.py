@@ -35,4 +35,8 @@ def test_a_trajectory_that_differs_is_seen():
 
 
 def test_every_file_belongs_to_a_method():
-    assert {path.stem for path in trajectories.FOLDER.glob("*.json")} == {*METHODS, *FITS, *RANKS}
+    assert {path.stem for path in trajectories.FOLDER.glob("*.json")} == {
+        *METHODS,
+        *FITS,
+        *RANKS,
+    }

@@ -9,7 +9,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "seng"
 # A room imports only rooms that come after it. What lies beside the rooms, but for notices and checks, may import all.
-ROOMS = ["optim", "tell", "residuals", "recipes", "metrics", "distributed", "gpu", "layers", "linalg", "notices", "checks"]
+ROOMS = [
+    "optim",
+    "tell",
+    "residuals",
+    "recipes",
+    "metrics",
+    "distributed",
+    "gpu",
+    "layers",
+    "linalg",
+    "notices",
+    "checks",
+]
 
 PENDING = {
     "checks.py",
@@ -21,17 +33,35 @@ PENDING = {
 } | {"layers/samples.py", "layers/sites.py"}
 
 # Code tokens of the core: lower it when the code shrinks; a commit that raises it says why.
-BUDGET = 91_900
+BUDGET = 92_500
 
-NOT_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")}
-FILES = [path for path in sorted(ROOT.rglob("*.py")) if "lab" not in path.relative_to(ROOT).parts]
+NOT_CODE = {
+    getattr(tokenize, name)
+    for name in (
+        "COMMENT",
+        "NL",
+        "NEWLINE",
+        "INDENT",
+        "DEDENT",
+        "ENCODING",
+        "ENDMARKER",
+    )
+}
+FILES = [
+    path
+    for path in sorted(ROOT.rglob("*.py"))
+    if "lab" not in path.relative_to(ROOT).parts
+]
 
 
 def prose(tree: ast.AST) -> set[int]:
     """The lines of docstrings."""
     lines: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             first = node.body[0]
             lines |= set(range(first.lineno, first.end_lineno + 1))
     return lines
@@ -41,7 +71,12 @@ def code(source: str) -> list[tokenize.TokenInfo]:
     """The tokens of a file but for comments and docstrings."""
     text = prose(ast.parse(source))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return [t for t in tokens if t.type not in NOT_CODE and not (t.type == tokenize.STRING and t.start[0] in text)]
+    return [
+        t
+        for t in tokens
+        if t.type not in NOT_CODE
+        and not (t.type == tokenize.STRING and t.start[0] in text)
+    ]
 
 
 def imported(source: str) -> list[str]:
@@ -49,7 +84,11 @@ def imported(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            found += [node.module] if node.module != "seng" else [f"seng.{alias.name}" for alias in node.names]
+            found += (
+                [node.module]
+                if node.module != "seng"
+                else [f"seng.{alias.name}" for alias in node.names]
+            )
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
     return [name for name in found if name.split(".")[0] == "seng"]
@@ -60,7 +99,10 @@ def upward(room: str, source: str) -> list[str]:
     found = []
     for name in imported(source):
         there = name.split(".")[1] if "." in name else ""
-        if there == "lab" or (room in ROOMS and (there not in ROOMS or ROOMS.index(there) < ROOMS.index(room))):
+        if there == "lab" or (
+            room in ROOMS
+            and (there not in ROOMS or ROOMS.index(there) < ROOMS.index(room))
+        ):
             found.append(name)
     return found
 
@@ -71,14 +113,23 @@ def room_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_downward(path):
-    if path.name not in ("cli.py", "__main__.py") and str(path.relative_to(ROOT)) not in PENDING:
+    if (
+        path.name not in ("cli.py", "__main__.py")
+        and str(path.relative_to(ROOT)) not in PENDING
+    ):
         assert not upward(room_of(path), path.read_text())
 
 
 def test_an_import_that_points_upward_is_seen():
-    assert upward("linalg", "from seng.metrics.plan import Plan") and upward("gpu", "import seng.lab.demo")
-    assert upward("checks", "def f():\n    from seng.linalg import sketch") and not upward("optim", "from seng.tell import x")
-    assert upward("layers", "from seng import optim") and upward("metrics", "from seng.anything import x")
+    assert upward("linalg", "from seng.metrics.plan import Plan") and upward(
+        "gpu", "import seng.lab.demo"
+    )
+    assert upward(
+        "checks", "def f():\n    from seng.linalg import sketch"
+    ) and not upward("optim", "from seng.tell import x")
+    assert upward("layers", "from seng import optim") and upward(
+        "metrics", "from seng.anything import x"
+    )
 
 
 def test_the_code_stays_within_its_budget():

@@ -17,17 +17,34 @@ from seng.layers.norms import standardized_sums  # noqa: E402
 TILE = WORK[False].TILE
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 CHANNELS_LAST = torch.channels_last
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of results rounded to this type
+TOLERANCE = {
+    torch.float32: 2e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1e-2,
+}  # of results rounded to this type
 
 
 def draw(*shape, seed=0, dtype=torch.float32, memory_format=torch.contiguous_format):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+    x = torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(DEVICE, dtype)
     return x.to(memory_format=memory_format) if len(shape) == 4 else x
 
 
-def item(*shapes, k=3, seed=0, Y_dtype=torch.float32, dtype=torch.float32, memory_format=torch.contiguous_format, rows=None):
+def item(
+    *shapes,
+    k=3,
+    seed=0,
+    Y_dtype=torch.float32,
+    dtype=torch.float32,
+    memory_format=torch.contiguous_format,
+    rows=None,
+):
     """A block of parameters of these shapes; the rows are the first dimension, or 1 for a layer of vectors."""
-    params = [draw(*s, seed=seed + q, dtype=dtype, memory_format=memory_format) for q, s in enumerate(shapes)]
+    params = [
+        draw(*s, seed=seed + q, dtype=dtype, memory_format=memory_format)
+        for q, s in enumerate(shapes)
+    ]
     rows = rows or (1 if len(shapes[0]) == 1 else shapes[0][0])
     pieces, column = [], 0
     for p in params:
@@ -35,13 +52,18 @@ def item(*shapes, k=3, seed=0, Y_dtype=torch.float32, dtype=torch.float32, memor
         column += p.numel() // rows
     Y = (draw(k, rows * column, seed=seed + 10) / (rows * column) ** 0.5).to(Y_dtype)
     core = draw(k, k, seed=seed + 11) / (2 * k)
-    return Item(Y, rows, tuple(pieces), core, torch.zeros((), dtype=torch.int64, device=DEVICE))
+    return Item(
+        Y, rows, tuple(pieces), core, torch.zeros((), dtype=torch.int64, device=DEVICE)
+    )
 
 
 def gradients(items, seed=100):
     """One for each parameter, laid out as it is."""
     params = [piece.param for x in items for piece in x.pieces]
-    return [torch.empty_like(p).copy_(draw(*p.shape, seed=seed + q)) for q, p in enumerate(params)]
+    return [
+        torch.empty_like(p).copy_(draw(*p.shape, seed=seed + q))
+        for q, p in enumerate(params)
+    ]
 
 
 def reference(items, grads):
@@ -61,7 +83,9 @@ def reference(items, grads):
 def assert_near(actual, expected):
     for a, e in zip(actual, expected, strict=True):
         tolerance = TOLERANCE[a.dtype]
-        torch.testing.assert_close(a.double(), e.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(
+            a.double(), e.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
 
 
 BLOCKS = {
@@ -73,9 +97,15 @@ BLOCKS = {
     "convolution": lambda **o: item((6, 5, 3, 3), **o),
     "convolution with bias": lambda **o: item((6, 5, 3, 3), (6,), **o),
     "channels last": lambda **o: item((6, 5, 3, 3), memory_format=CHANNELS_LAST, **o),
-    "channels last with bias": lambda **o: item((30, 16, 3, 3), (30,), memory_format=CHANNELS_LAST, **o),
-    "channels last, 1 × 1": lambda **o: item((6, 5, 1, 1), memory_format=CHANNELS_LAST, **o),
-    "one output": lambda **o: item((1, 5, 3, 3), (1,), memory_format=CHANNELS_LAST, rows=1, **o),
+    "channels last with bias": lambda **o: item(
+        (30, 16, 3, 3), (30,), memory_format=CHANNELS_LAST, **o
+    ),
+    "channels last, 1 × 1": lambda **o: item(
+        (6, 5, 1, 1), memory_format=CHANNELS_LAST, **o
+    ),
+    "one output": lambda **o: item(
+        (1, 5, 3, 3), (1,), memory_format=CHANNELS_LAST, rows=1, **o
+    ),
     "norm": lambda **o: item((40,), (40,), **o),
     "norm without bias": lambda **o: item((40,), **o),
     "norm of two dimensions": lambda **o: item((4, 6), (4, 6), rows=1, **o),
@@ -85,7 +115,9 @@ BLOCKS = {
     "k = 100": lambda **o: item((16, 16), k=100, **o),
     "tall, several tiles": lambda **o: item((61, 83), (61,), k=130, **o),
     "tall, aligned rows": lambda **o: item((16, 80), k=200, **o),
-    "tall, channels last": lambda **o: item((30, 16, 3, 3), (30,), k=64, memory_format=CHANNELS_LAST, **o),
+    "tall, channels last": lambda **o: item(
+        (30, 16, 3, 3), (30,), k=64, memory_format=CHANNELS_LAST, **o
+    ),
 }
 
 
@@ -95,24 +127,39 @@ def test_direction_of_one_block(name):
     assert fits(items[0])
     grads = gradients(items)
     out = Grouped(items).directions(grads)
-    assert [d.stride() for d in out] == [piece.param.stride() for piece in items[0].pieces]
+    assert [d.stride() for d in out] == [
+        piece.param.stride() for piece in items[0].pieces
+    ]
     assert_near(out, reference(items, grads))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("Y_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_types(Y_dtype, dtype):
-    items = [BLOCKS[name](Y_dtype=Y_dtype, dtype=dtype) for name in ("several tiles", "aligned rows", "channels last")]
+    items = [
+        BLOCKS[name](Y_dtype=Y_dtype, dtype=dtype)
+        for name in ("several tiles", "aligned rows", "channels last")
+    ]
     grads = gradients(items)
     assert_near(Grouped(items).directions(grads), reference(items, grads))
 
 
 def mixed():
     """Every block at once, of several pairs of types."""
-    types = [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
+    types = [
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ]
     pairs = zip(BLOCKS.values(), types * 7, strict=True)
-    nothing = [item((9, 4), k=0), item((6, 5, 3, 3), k=0, memory_format=CHANNELS_LAST)]  # whose direction is the gradient
-    return nothing + [make(seed=20 * q, Y_dtype=Y_dtype, dtype=dtype) for q, (make, (Y_dtype, dtype)) in enumerate(pairs)]
+    nothing = [
+        item((9, 4), k=0),
+        item((6, 5, 3, 3), k=0, memory_format=CHANNELS_LAST),
+    ]  # whose direction is the gradient
+    return nothing + [
+        make(seed=20 * q, Y_dtype=Y_dtype, dtype=dtype)
+        for q, (make, (Y_dtype, dtype)) in enumerate(pairs)
+    ]
 
 
 def test_many_blocks_at_new_addresses():
@@ -133,7 +180,11 @@ def test_many_spans(monkeypatch):
 @pytest.mark.parametrize("offset", [1, 8])
 def test_basis_that_is_a_view(offset):
     x = item((8, 16), k=4, Y_dtype=torch.float16)
-    Y = torch.empty(x.Y.numel() + offset, dtype=x.Y.dtype, device=DEVICE)[offset:].view(x.Y.shape).copy_(x.Y)
+    Y = (
+        torch.empty(x.Y.numel() + offset, dtype=x.Y.dtype, device=DEVICE)[offset:]
+        .view(x.Y.shape)
+        .copy_(x.Y)
+    )
     items = [Item(Y, x.rows, x.pieces, x.core, x.failures)]
     grads = gradients(items)
     assert_near(Grouped(items).directions(grads), reference(items, grads))
@@ -142,7 +193,12 @@ def test_basis_that_is_a_view(offset):
 def test_gradients_with_other_strides_or_another_type():
     items = [BLOCKS["channels last with bias"](), BLOCKS["convolution"](), item((6, 7))]
     grads = gradients(items)
-    others = [grads[0].contiguous(), grads[1].double(), grads[2].to(memory_format=CHANNELS_LAST), grads[3].t().contiguous().t()]
+    others = [
+        grads[0].contiguous(),
+        grads[1].double(),
+        grads[2].to(memory_format=CHANNELS_LAST),
+        grads[3].t().contiguous().t(),
+    ]
     grouped = Grouped(items)
     for given in (others, grads, others):
         assert_near(grouped.directions(given), reference(items, grads))
@@ -204,15 +260,25 @@ HYPER = {
 def test_update_is_sgd_with_the_direction(name):
     hyper = HYPER[name]
     items = [
-        BLOCKS[b](seed=q, Y_dtype=torch.float16) for q, b in enumerate(("several tiles", "channels last with bias", "norm"))
+        BLOCKS[b](seed=q, Y_dtype=torch.float16)
+        for q, b in enumerate(("several tiles", "channels last with bias", "norm"))
     ]
     grouped, params = Grouped(items), [piece.param for x in items for piece in x.pieces]
     groups = [q % len(hyper) for q in range(len(params))]
     twins = [p.clone() for p in params]
     sgd = torch.optim.SGD(
-        [{"params": [twins[q] for q in range(len(params)) if groups[q] == i], **h._asdict()} for i, h in enumerate(hyper)]
+        [
+            {
+                "params": [twins[q] for q in range(len(params)) if groups[q] == i],
+                **h._asdict(),
+            }
+            for i, h in enumerate(hyper)
+        ]
     )
-    buffers = [torch.zeros_like(p) if hyper[group].momentum else None for p, group in zip(params, groups, strict=True)]
+    buffers = [
+        torch.zeros_like(p) if hyper[group].momentum else None
+        for p, group in zip(params, groups, strict=True)
+    ]
     for step in range(3):
         grads = gradients(items, seed=100 * step)
         hyper = [h._replace(lr=h.lr / (1 + step)) for h in HYPER[name]]
@@ -221,10 +287,16 @@ def test_update_is_sgd_with_the_direction(name):
         for twin, d in zip(twins, reference(items, grads), strict=True):
             twin.grad = torch.empty_like(twin).copy_(d)
         sgd.step()
-        grouped.update(grads, buffers if any(m is not None for m in buffers) else None, hyper, groups)
+        grouped.update(
+            grads,
+            buffers if any(m is not None for m in buffers) else None,
+            hyper,
+            groups,
+        )
         assert_near(params, twins)
     assert_near(
-        [m for m in buffers if m is not None], [s for t in twins if (s := sgd.state[t].get("momentum_buffer")) is not None]
+        [m for m in buffers if m is not None],
+        [s for t in twins if (s := sgd.state[t].get("momentum_buffer")) is not None],
     )
 
 
@@ -242,8 +314,17 @@ def test_update_of_bfloat16(buffer_dtype):
 
 def test_directions_and_update_agree():
     items = mixed()
-    grouped, grads, params = Grouped(items), gradients(items), [piece.param for x in items for piece in x.pieces]
-    expected = [p - 0.5 * d for p, d in zip([p.double() for p in params], grouped.directions(grads), strict=True)]
+    grouped, grads, params = (
+        Grouped(items),
+        gradients(items),
+        [piece.param for x in items for piece in x.pieces],
+    )
+    expected = [
+        p - 0.5 * d
+        for p, d in zip(
+            [p.double() for p in params], grouped.directions(grads), strict=True
+        )
+    ]
     versions = [p._version for p in params]
     grouped.update(grads, None, [Hyper(0.5)], [0] * len(params))
     assert_near(params, expected)
@@ -265,8 +346,12 @@ def test_what_does_not_fit():
     weight, bias = x.pieces
     assert fits(x)
     assert not fits(Item(x.Y.double(), 6, x.pieces, x.core, x.failures))
-    assert not fits(Item(x.Y, 6, (Piece(weight.param.double(), 0, 4), bias), x.core, x.failures))
-    assert not fits(Item(x.Y, 6, (Piece(draw(6, 8)[:, ::2], 0, 4), bias), x.core, x.failures))
+    assert not fits(
+        Item(x.Y, 6, (Piece(weight.param.double(), 0, 4), bias), x.core, x.failures)
+    )
+    assert not fits(
+        Item(x.Y, 6, (Piece(draw(6, 8)[:, ::2], 0, 4), bias), x.core, x.failures)
+    )
     assert not fits(Item(x.Y, 6, (weight, bias, bias), x.core, x.failures))
     assert not fits(Item(x.Y, 6, (weight, Piece(draw(6, 2), 4, 2)), x.core, x.failures))
     assert not available(torch.device("cpu"))
@@ -275,7 +360,11 @@ def test_what_does_not_fit():
 def test_buffers_that_do_not_fit_are_refused():
     items = [BLOCKS["channels last"]()]
     p, grads, grouped = items[0].pieces[0].param, gradients(items), Grouped(items)
-    for buffers in (None, [torch.zeros_like(p, memory_format=torch.contiguous_format)], [torch.zeros_like(p).double()]):
+    for buffers in (
+        None,
+        [torch.zeros_like(p, memory_format=torch.contiguous_format)],
+        [torch.zeros_like(p).double()],
+    ):
         with pytest.raises(ValueError, match="needs a buffer"):
             grouped.update(grads, buffers, [Hyper(0.1, 0.9)], [0])
 
@@ -284,12 +373,19 @@ def test_buffers_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, CHANNELS_LAST])
 def test_sums_over_the_positions_of_a_norm(shape, dtype, memory_format):
-    a, g = (draw(*shape, seed=seed, dtype=dtype, memory_format=memory_format) for seed in (1, 2))
+    a, g = (
+        draw(*shape, seed=seed, dtype=dtype, memory_format=memory_format)
+        for seed in (1, 2)
+    )
     mean, inverse = draw(shape[1], seed=3), draw(shape[1], seed=4).abs()
     weight, bias = standardized_sums(a, g, mean, inverse).chunk(2, 1)
-    a, g = (x.double().flatten(2) if x.dim() > 2 else x.double()[..., None] for x in (a, g))
+    a, g = (
+        x.double().flatten(2) if x.dim() > 2 else x.double()[..., None] for x in (a, g)
+    )
     x_hat = (a - mean[:, None]) * inverse[:, None]
-    torch.testing.assert_close(weight.double(), (g * x_hat).sum(2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        weight.double(), (g * x_hat).sum(2), rtol=1e-4, atol=1e-4
+    )
     torch.testing.assert_close(bias.double(), g.sum(2), rtol=1e-4, atol=1e-4)
 
 
@@ -298,7 +394,9 @@ def test_sums_over_the_positions_of_a_norm(shape, dtype, memory_format):
 def test_push_and_pull_are_momentum_and_step(nesterov, tall):
     """Of a weight beside a bias, two matrices of 5 rows, lying on their side or not, with zeros around them."""
     x, b, p = (draw(10, 700, seed=i) for i in range(3))
-    lr, mu, decay = torch.tensor([0.1, 0.8, 0.5], dtype=torch.float32, device=DEVICE).unbind()
+    lr, mu, decay = torch.tensor(
+        [0.1, 0.8, 0.5], dtype=torch.float32, device=DEVICE
+    ).unbind()
     X = torch.zeros(2, 720, 8, device=DEVICE, dtype=torch.bfloat16)
     X = X[:, :701, :5].mT if tall else X.view(2, 8, 720)[:, :5, :701]
     momentum, room = b.double() * 0.8 + x.double(), X[:, :, :700]
@@ -307,11 +405,20 @@ def test_push_and_pull_are_momentum_and_step(nesterov, tall):
     push(x, b, room, mu, nesterov)
     torch.testing.assert_close(b.double(), momentum, rtol=1e-6, atol=1e-6)
     along = x.double() + 0.8 * momentum if nesterov else momentum
-    torch.testing.assert_close(room.double(), along.view(2, 5, 700), rtol=0.01, atol=0.01)
+    torch.testing.assert_close(
+        room.double(), along.view(2, 5, 700), rtol=0.01, atol=0.01
+    )
     assert not X[:, :, 700:].any()
-    length, before = torch.tensor([0.5, 2.0, 4.0, 1.0, 1.5] * 2, dtype=torch.float32, device=DEVICE).view(2, 5, 1), p.clone()
+    length, before = (
+        torch.tensor(
+            [0.5, 2.0, 4.0, 1.0, 1.5] * 2, dtype=torch.float32, device=DEVICE
+        ).view(2, 5, 1),
+        p.clone(),
+    )
     pull(p, room, length.expand_as(room), 3.0, 0.75, lr, decay, dry=True)
     assert torch.equal(p, before)
     pull(p, room, length.expand_as(room), 3.0, 0.75, lr, decay)
-    want = 0.95 * before.double() - (0.1 * 3.0 * room.double() / length.double().clamp_min(0.75)).reshape(10, 700)
+    want = 0.95 * before.double() - (
+        0.1 * 3.0 * room.double() / length.double().clamp_min(0.75)
+    ).reshape(10, 700)
     torch.testing.assert_close(p.double(), want, rtol=1e-5, atol=1e-5)

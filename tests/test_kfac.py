@@ -17,7 +17,8 @@ from seng.metrics.kronecker import _inverse, damped_inverses
 CASES = [
     case
     for case in LAYERS
-    if case.name.startswith(("linear", "conv")) and not any(s in case.name for s in ("groups", "depthwise", "transpose"))
+    if case.name.startswith(("linear", "conv"))
+    and not any(s in case.name for s in ("groups", "depthwise", "transpose"))
 ]
 B = 6
 
@@ -27,7 +28,11 @@ def data(case: Case, layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def kfac(module: nn.Module, **options) -> seng.KFAC:
-    return seng.KFAC(module, **{"lr": 1.0, "momentum": 0.0, "damping": 0.3, "refresh_every": 1, "decay": 0.0} | options)
+    return seng.KFAC(
+        module,
+        **{"lr": 1.0, "momentum": 0.0, "damping": 0.3, "refresh_every": 1, "decay": 0.0}
+        | options,
+    )
 
 
 def train(opt: seng.KFAC, model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -38,8 +43,15 @@ def train(opt: seng.KFAC, model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 def windows(layer: nn.Module, x: Tensor) -> Tensor:
     """The inputs (κ, n_A) that the κ outputs of one sample (1, …) see: the derivatives of each by the weight."""
-    out = layer(x).movedim(-1 if isinstance(layer, nn.Linear) else 1, -1)[..., 0].reshape(-1)  # of the first output feature
-    rows = [torch.autograd.grad(value, layer.weight, retain_graph=True)[0][0].reshape(-1) for value in out]
+    out = (
+        layer(x)
+        .movedim(-1 if isinstance(layer, nn.Linear) else 1, -1)[..., 0]
+        .reshape(-1)
+    )  # of the first output feature
+    rows = [
+        torch.autograd.grad(value, layer.weight, retain_graph=True)[0][0].reshape(-1)
+        for value in out
+    ]
     ones = [] if layer.bias is None else [torch.ones(len(out), 1)]
     return torch.cat([torch.stack(rows), *ones], 1)
 
@@ -51,7 +63,9 @@ def naive_factors(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tenso
         a = windows(layer, x[i : i + 1])
         out = layer(x[i : i + 1])
         (g,) = torch.autograd.grad(loss_of(out, y[i : i + 1]), out)
-        g = g.movedim(-1 if isinstance(layer, nn.Linear) else 1, -1).flatten(0, -2)  # (κ, n_G)
+        g = g.movedim(-1 if isinstance(layer, nn.Linear) else 1, -1).flatten(
+            0, -2
+        )  # (κ, n_G)
         A = A + a.T @ a / len(x)
         G = G + g.T @ g / len(g) / len(x)
     return G, A
@@ -59,12 +73,17 @@ def naive_factors(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tenso
 
 def matrix(layer: nn.Module, of=lambda p: p.grad) -> Tensor:
     """Weight and bias, or their gradients, as (n_G, n_A)."""
-    return torch.cat([of(p).detach().reshape(len(p), -1) for p in layer.parameters()], 1)
+    return torch.cat(
+        [of(p).detach().reshape(len(p), -1) for p in layer.parameters()], 1
+    )
 
 
 def dense_direction(G: Tensor, A: Tensor, g: Tensor, damping: float) -> Tensor:
     pi = ((A.trace() / len(A)) / (G.trace() / len(G))).sqrt()
-    F = torch.kron(G + damping**0.5 / pi * torch.eye(len(G)), A + pi * damping**0.5 * torch.eye(len(A)))
+    F = torch.kron(
+        G + damping**0.5 / pi * torch.eye(len(G)),
+        A + pi * damping**0.5 * torch.eye(len(A)),
+    )
     return (torch.linalg.inv(F) @ g.reshape(-1)).view_as(g)
 
 
@@ -77,7 +96,10 @@ def test_factors_and_direction_equal_the_dense_ones(case):
     train(opt, layer, x, y)
     assert_close(opt.state[layer.weight]["G"], G)
     assert_close(opt.state[layer.weight]["A"], A)
-    assert_close(before - matrix(layer, of=lambda p: p), dense_direction(G, A, matrix(layer), 0.3))
+    assert_close(
+        before - matrix(layer, of=lambda p: p),
+        dense_direction(G, A, matrix(layer), 0.3),
+    )
 
 
 def test_pi_balances_the_two_dampings():
@@ -95,7 +117,10 @@ def test_without_gradients_or_inputs_the_direction_is_the_gradient_over_the_damp
     layer.weight.grad = torch.randn(2, 3)
     opt.step()
     G = opt.state[layer.weight]["G"]
-    assert_close(before - layer.weight.detach(), torch.linalg.solve(G + 0.5**0.5 * torch.eye(2), layer.weight.grad) / 0.5**0.5)
+    assert_close(
+        before - layer.weight.detach(),
+        torch.linalg.solve(G + 0.5**0.5 * torch.eye(2), layer.weight.grad) / 0.5**0.5,
+    )
 
 
 def test_running_average_over_refreshes():
@@ -105,7 +130,13 @@ def test_running_average_over_refreshes():
     for _ in range(3):
         x, y = torch.randn(B, 4), torch.randn(B, 3)
         fresh = naive_factors(layer, x, y)
-        want = fresh if want is None else tuple(0.75 * old + 0.25 * new for old, new in zip(want, fresh, strict=True))
+        want = (
+            fresh
+            if want is None
+            else tuple(
+                0.75 * old + 0.25 * new for old, new in zip(want, fresh, strict=True)
+            )
+        )
         train(opt, layer, x, y)
         assert_close((opt.state[layer.weight]["G"], opt.state[layer.weight]["A"]), want)
 
@@ -125,12 +156,20 @@ def test_first_step_refreshes_then_every_so_many():
 def net() -> nn.Sequential:
     torch.manual_seed(1)
     conv = nn.Conv2d(2, 3, 3, stride=2, padding=1)
-    return nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3))
+    return nn.Sequential(
+        conv, nn.Tanh(), nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3)
+    )
 
 
 def batches(count: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    return [(torch.randn(size, 2, 4, 4, generator=generator), torch.randn(size, 3, generator=generator)) for _ in range(count)]
+    return [
+        (
+            torch.randn(size, 2, 4, 4, generator=generator),
+            torch.randn(size, 3, generator=generator),
+        )
+        for _ in range(count)
+    ]
 
 
 def params_of(model: nn.Module) -> list[Tensor]:
@@ -173,10 +212,18 @@ def test_tokens_are_positions_however_they_are_laid_out(flat):
     class Tokens(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second, self.third = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2)
+            self.first, self.second, self.third = (
+                nn.Linear(3, 4),
+                nn.Linear(4, 2),
+                nn.Linear(2, 2),
+            )
 
         def forward(self, x):
-            h = self.first(x.flatten(0, 1)).view(*x.shape[:2], 4) if flat else self.first(x)
+            h = (
+                self.first(x.flatten(0, 1)).view(*x.shape[:2], 4)
+                if flat
+                else self.first(x)
+            )
             return self.third(self.second(h))
 
     model = Tokens()
@@ -213,7 +260,9 @@ def test_changed_damping_acts_at_the_next_step():
 @pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
 def test_a_copy_continues_identically(how):
     model, stream = net(), batches(7)
-    opt = seng.KFAC(model, lr=0.05, damping=0.1, refresh_every=3, nesterov=True, weight_decay=0.01)
+    opt = seng.KFAC(
+        model, lr=0.05, damping=0.1, refresh_every=3, nesterov=True, weight_decay=0.01
+    )
     for x, y in stream[:4]:
         train(opt, model, x, y)
     if how == "state_dict":
@@ -224,18 +273,29 @@ def test_a_copy_continues_identically(how):
         resumed = seng.KFAC(twin, lr=1.0, refresh_every=3)
         resumed.load_state_dict(torch.load(buffer, weights_only=True))
     else:
-        twin, resumed = copy.deepcopy((model, opt)) if how == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
+        twin, resumed = (
+            copy.deepcopy((model, opt))
+            if how == "deepcopy"
+            else pickle.loads(pickle.dumps((model, opt)))
+        )
     for x, y in stream[4:]:
         train(opt, model, x, y)
         train(resumed, twin, x, y)
     assert_close(params_of(twin), params_of(model), rtol=0, atol=0)
-    assert_close(resumed.state_dict()["state"], opt.state_dict()["state"], rtol=0, atol=0)
+    assert_close(
+        resumed.state_dict()["state"], opt.state_dict()["state"], rtol=0, atol=0
+    )
 
 
 def test_factors_of_half_precision_parameters_keep_their_own_through_a_checkpoint():
     layer = nn.Linear(4, 3, dtype=torch.bfloat16)
     opt = kfac(layer)
-    train(opt, layer, torch.randn(B, 4, dtype=torch.bfloat16), torch.randn(B, 3, dtype=torch.bfloat16))
+    train(
+        opt,
+        layer,
+        torch.randn(B, 4, dtype=torch.bfloat16),
+        torch.randn(B, 3, dtype=torch.bfloat16),
+    )
     assert opt.state[layer.weight]["A"].dtype == torch.float32
     other = kfac(layer)
     other.load_state_dict(opt.state_dict())
@@ -272,8 +332,17 @@ def test_training_lowers_the_loss():
 
 def test_update_is_that_of_sgd_with_the_direction_for_a_gradient():
     model, twin = net(), net()
-    options = {"lr": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1, "maximize": True}
-    opt, sgd = seng.KFAC(model, **options), torch.optim.SGD(twin.parameters(), **options)
+    options = {
+        "lr": 0.1,
+        "momentum": 0.8,
+        "nesterov": True,
+        "weight_decay": 0.1,
+        "maximize": True,
+    }
+    opt, sgd = (
+        seng.KFAC(model, **options),
+        torch.optim.SGD(twin.parameters(), **options),
+    )
     for x, y in batches(3):
         opt.zero_grad()
         loss_of(model(x), y).backward()
@@ -293,13 +362,28 @@ def test_what_is_not_covered_takes_the_plain_gradient_and_says_so():
     tied = nn.Linear(6, 6)
     shared = nn.Linear(6, 6)
     shared.weight = tied.weight
-    parts = [nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 6), tied, shared, nn.Unflatten(1, (6, 1))]
+    parts = [
+        nn.Embedding(7, 6),
+        nn.LayerNorm(6),
+        nn.Linear(6, 6),
+        tied,
+        shared,
+        nn.Unflatten(1, (6, 1)),
+    ]
     parts += [nn.Conv1d(6, 6, 1, groups=2), nn.ConvTranspose1d(6, 2, 1), nn.Flatten()]
     model = nn.Sequential(*parts)
-    with pytest.warns(UserWarning, match="seng: these parameters take the plain gradient") as told:
+    with pytest.warns(
+        UserWarning, match="seng: these parameters take the plain gradient"
+    ) as told:
         opt = kfac(model)
     assert len(told) == 1
-    for name in ("0.weight (Embedding)", "1.bias (LayerNorm)", "share", "6.weight (grouped", "7.bias (ConvTranspose1d)"):
+    for name in (
+        "0.weight (Embedding)",
+        "1.bias (LayerNorm)",
+        "share",
+        "6.weight (grouped",
+        "7.bias (ConvTranspose1d)",
+    ):
         assert name in str(told[0].message)
     before = params_of(model)
     train(opt, model, torch.randint(7, (B,)), torch.randn(B, 2))
@@ -356,13 +440,24 @@ def test_grad_scaler_and_autocast():
             loss = loss_of(model(x).float(), y)
         scaler.scale(loss).backward()
         scaler.step(opt)
-        factors.append([opt.state[p][name] for p in (model[0].weight, model[3].weight) for name in ("A", "G")])
+        factors.append(
+            [
+                opt.state[p][name]
+                for p in (model[0].weight, model[3].weight)
+                for name in ("A", "G")
+            ]
+        )
     assert all(f.dtype == torch.float32 for f in factors[0])
     assert_close(factors[0], factors[1])
     plain = net()
     opt = kfac(plain)
     train(opt, plain, x, y)
-    assert_close(factors[0][3], opt.state[plain[3].weight]["G"], rtol=0.1, atol=0.05 * float(factors[0][3].max()))
+    assert_close(
+        factors[0][3],
+        opt.state[plain[3].weight]["G"],
+        rtol=0.1,
+        atol=0.05 * float(factors[0][3].max()),
+    )
 
 
 def test_param_groups_may_have_their_own_damping_and_come_later():
@@ -374,7 +469,10 @@ def test_param_groups_may_have_their_own_damping_and_come_later():
     assert opt.state[model[0].weight]["A"] is A
     train(opt, model, *batches(1)[0])
     train(opt, model, *batches(1)[0])
-    assert opt._inverses[model[3].weight][0][0] == 5.0 and opt._inverses[model[0].weight][0][0] == 0.2
+    assert (
+        opt._inverses[model[3].weight][0][0] == 5.0
+        and opt._inverses[model[0].weight][0][0] == 0.2
+    )
     with pytest.raises(ValueError, match="not the module's"):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(opt.param_groups) == 2
@@ -402,7 +500,9 @@ def test_refusals():
         train(opt, model, torch.randint(5, (B,)), torch.randn(B, 2))
     layer = nn.Linear(3, 2)
     opt = kfac(layer)
-    nn.functional.linear(torch.randn(B, 3), layer.weight, layer.bias).square().mean().backward()
+    nn.functional.linear(
+        torch.randn(B, 3), layer.weight, layer.bias
+    ).square().mean().backward()
     with pytest.raises(RuntimeError, match="not captured"):
         opt.step()
 
@@ -418,7 +518,11 @@ def test_failed_factorizations_keep_the_last_good_inverse():
     good = opt._inverses[layer.weight][1]
     opt.state[layer.weight]["A"] = torch.full((5, 5), float("nan"))
     opt.param_groups[0]["damping"] = 0.1
-    assert opt._directions({layer.weight: layer.weight.grad})[layer.weight].isfinite().all()
+    assert (
+        opt._directions({layer.weight: layer.weight.grad})[layer.weight]
+        .isfinite()
+        .all()
+    )
     assert opt._inverses[layer.weight][1] is good
 
 

@@ -13,13 +13,17 @@ from seng.lab.recipes import recipe
 from seng.lab.run import Run
 from seng.lab.train import PLAIN, Training
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device"
+)
 NAMES = ["sgd", "adamw", "seng", "seng-paper", "kfac", "muon"]
 
 
 def certain(classes: int) -> nn.Module:
     """Without dropout, whose chance a graph draws in another order."""
-    return nn.Sequential(*(layer for layer in small(classes) if not isinstance(layer, nn.Dropout)))
+    return nn.Sequential(
+        *(layer for layer in small(classes) if not isinstance(layer, nn.Dropout))
+    )
 
 
 CERTAIN = replace(QUICK, build=certain)
@@ -34,7 +38,11 @@ def quiet():
 
 def training(name: str, **options) -> Training:
     changes = {"refresh_every": 7} if name in ("seng", "seng-paper", "kfac") else {}
-    return Training(Run(CERTAIN, recipe(name, changes), **options), load("digits"), torch.device("cuda"))
+    return Training(
+        Run(CERTAIN, recipe(name, changes), **options),
+        load("digits"),
+        torch.device("cuda"),
+    )
 
 
 def losses(run: Training) -> list[float]:
@@ -54,7 +62,9 @@ def test_replayed_steps_are_plain_steps(name):
 
 
 def test_a_gradient_is_overwritten_and_not_added_to():
-    line = replace(QUICK, build=lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(64, classes)))
+    line = replace(
+        QUICK, build=lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+    )
     run = Training(Run(line, recipe("sgd")), load("digits"), torch.device("cuda"))
     for _ in range(PLAIN + 3):
         run._step()

@@ -18,13 +18,21 @@ def step_direction(model, x, target, damping=0.3, **curvature):
     """θ_before − θ_after of one SENG step in the paper's units: (M + λI)⁻¹g."""
     options = {"rank": FULL, "decay": 0, "relative_damping": False} | curvature
     opt = seng.SENG(
-        model, lr=1.0, momentum=0.0, damping=damping, units="paper", strict=True, curvature=seng.Curvature(**options)
+        model,
+        lr=1.0,
+        momentum=0.0,
+        damping=damping,
+        units="paper",
+        strict=True,
+        curvature=seng.Curvature(**options),
     )
     before = [p.detach().clone() for p in naive.trained(model)]
     naive.loss_of(model(x), target).backward()
     g = naive.flat([p.grad for p in naive.trained(model)])
     opt.step()
-    return naive.flat([b - p.detach() for b, p in zip(before, naive.trained(model), strict=True)]), g
+    return naive.flat(
+        [b - p.detach() for b, p in zip(before, naive.trained(model), strict=True)]
+    ), g
 
 
 @pytest.mark.parametrize("batch", [1, 7, 32])
@@ -73,14 +81,26 @@ def test_batch_norm_in_training(layer, shape, form, batch, samples):
     u = naive.batch_norm_gradients(layer, x, target)
     d, g = step_direction(layer, x, target, form=form, samples=samples)
     assert naive.relative_error(u.mean(0), g) < 1e-12
-    assert naive.relative_error(d, naive.dense_direction(naive.fisher(u[:samples]), g, 0.3)) < 1e-9
+    assert (
+        naive.relative_error(
+            d, naive.dense_direction(naive.fisher(u[:samples]), g, 0.3)
+        )
+        < 1e-9
+    )
 
 
 def test_batch_norm_mode_is_that_of_the_forward():
     layer = nn.BatchNorm1d(3).eval()
     x, target = torch.randn(5, 3), torch.randn(5, 3)
     u = naive.per_sample_gradients(layer, x, target)
-    opt = seng.SENG(layer, lr=1.0, momentum=0.0, damping=0.3, units="paper", curvature=paper_curvature())
+    opt = seng.SENG(
+        layer,
+        lr=1.0,
+        momentum=0.0,
+        damping=0.3,
+        units="paper",
+        curvature=paper_curvature(),
+    )
     before = naive.flat(layer.parameters()).clone()
     loss = naive.loss_of(layer(x), target)
     layer.train()
@@ -89,15 +109,22 @@ def test_batch_norm_mode_is_that_of_the_forward():
     opt.step()
     got = before - naive.flat(layer.parameters())
     assert layer.training
-    assert naive.relative_error(got, naive.dense_direction(naive.fisher(u), g, 0.3)) < 1e-9
+    assert (
+        naive.relative_error(got, naive.dense_direction(naive.fisher(u), g, 0.3)) < 1e-9
+    )
 
 
 def paper_curvature(**options):
-    return seng.Curvature(**({"rank": FULL, "decay": 0, "relative_damping": False} | options))
+    return seng.Curvature(
+        **({"rank": FULL, "decay": 0, "relative_damping": False} | options)
+    )
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: nn.Conv2d(2, 3, 2), lambda: nn.LayerNorm(4)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.Linear(4, 3), lambda: nn.Conv2d(2, 3, 2), lambda: nn.LayerNorm(4)],
+)
 def test_half_frozen_layer(make, frozen, form):
     layer = make()
     getattr(layer, frozen).requires_grad_(False)
@@ -130,7 +157,14 @@ def test_input_without_a_sample_dimension_is_one_sample(layer, x, form):
     naive.loss_of(layer(x)[None], target[None]).backward()
     g = naive.flat([p.grad for p in layer.parameters()])
     layer.zero_grad()
-    opt = seng.SENG(layer, lr=1.0, momentum=0.0, damping=0.3, units="paper", curvature=paper_curvature(form=form))
+    opt = seng.SENG(
+        layer,
+        lr=1.0,
+        momentum=0.0,
+        damping=0.3,
+        units="paper",
+        curvature=paper_curvature(form=form),
+    )
     before = naive.flat(layer.parameters()).clone()
     naive.loss_of(layer(x)[None], target[None]).backward()
     opt.step()
@@ -203,11 +237,22 @@ def test_subclass_with_a_forward_of_its_own_is_not_trusted():
         (nn.LSTM(2, 2), "inside one operation"),
         (nn.GRUCell(2, 2), "inside one operation"),
         (nn.MultiheadAttention(4, 2), "scaled_dot_product_attention can be covered"),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)).parametrizations.weight, "a parametrization"),
+        (
+            nn.utils.parametrizations.weight_norm(
+                nn.Linear(2, 2)
+            ).parametrizations.weight,
+            "a parametrization",
+        ),
         (nn.Bilinear(2, 2, 2), "no rule for Bilinear: register one"),
         (nn.LazyLinear(3), "lazy parameters"),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "computed from other tensors"),
-        (prune.l1_unstructured(nn.LayerNorm(4), "weight", 1), "computed from other tensors"),
+        (
+            nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+            "computed from other tensors",
+        ),
+        (
+            prune.l1_unstructured(nn.LayerNorm(4), "weight", 1),
+            "computed from other tensors",
+        ),
         (nn.Embedding(3, 2, sparse=True), "sparse gradients"),
         (nn.Embedding(3, 2, scale_grad_by_freq=True), "scale_grad_by_freq"),
     ],

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 import seng
 
-pytestmark = pytest.mark.filterwarnings("ignore:subTest", "ignore:Using padding='same'", "ignore:Full backward hook")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:subTest", "ignore:Using padding='same'", "ignore:Full backward hook"
+)
 
 SHIPPED = {  # opacus's test file -> the kind whose per-sample gradients it checks
     "conv1d": nn.Conv1d,
@@ -43,7 +45,11 @@ NOT_SHARED = [  # opacus has a rule for it and we have none, or it is built of s
     DPMultiheadAttention(4, 2, add_bias_kv=True),
     *(recurrent(3, 4) for recurrent in (DPRNN, DPGRU, DPLSTM)),
 ]
-FORMS = {"hooks": "explicit", "functorch": "implicit", "ew": "merged"}  # opacus's three ways pick three forms of ours
+FORMS = {
+    "hooks": "explicit",
+    "functorch": "implicit",
+    "ew": "merged",
+}  # opacus's three ways pick three forms of ours
 TIGHT = 1e-10
 FULL = 10**6  # a rank above anything that exists means exact
 
@@ -65,14 +71,20 @@ def ours(
     oracle.ModelWithLoss(module, loss_reduction)(x).backward()
     samples, grads = opt.preconditioner.samples, {}
     B = samples.total
-    scale = max(B, 1) ** 0.5 / (1 if loss_reduction == "mean" else max(B, 1))  # columns are u_i/√ϱ, of a loss that is a mean
+    scale = max(B, 1) ** 0.5 / (
+        1 if loss_reduction == "mean" else max(B, 1)
+    )  # columns are u_i/√ϱ, of a loss that is a mean
     for index, site in enumerate(opt.preconditioner.sites):
         active = samples.active[index]
         U = samples.take(index, 1 / scale).explicit().U
         assert U.shape[1] == B
         columns = [site.scatter(active, u) for u in U.T]
         for p in (segment.param for segment in active):
-            grads[p] = torch.stack([column[p] for column in columns]) if B else p.detach().new_zeros(0, *p.shape)
+            grads[p] = (
+                torch.stack([column[p] for column in columns])
+                if B
+                else p.detach().new_zeros(0, *p.shape)
+            )
     return {name: grads[p] for name, p in module.named_parameters()}
 
 
@@ -87,20 +99,34 @@ def calls(monkeypatch) -> list[tuple[nn.Module, Tensor]]:
 
     monkeypatch.setattr(oracle, "compute_opacus_grad_sample", noted)
     monkeypatch.setattr(common, "compute_opacus_grad_sample", noted)
-    loose = common.GradSampleHooks_test.check_values  # opacus works in float32, we in float64
-    monkeypatch.setattr(common.GradSampleHooks_test, "check_values", lambda self, *args: loose(self, *args[:3], TIGHT, TIGHT))
+    loose = (
+        common.GradSampleHooks_test.check_values
+    )  # opacus works in float32, we in float64
+    monkeypatch.setattr(
+        common.GradSampleHooks_test,
+        "check_values",
+        lambda self, *args: loose(self, *args[:3], TIGHT, TIGHT),
+    )
     return made
 
 
 def agrees(x: Tensor, module: nn.Module, **options) -> bool:
-    return oracle.check_per_sample_gradients_are_correct(x, module, atol=TIGHT, rtol=TIGHT, **options)
+    return oracle.check_per_sample_gradients_are_correct(
+        x, module, atol=TIGHT, rtol=TIGHT, **options
+    )
 
 
 def run_shipped(name: str, examples: int = 150) -> None:
     """opacus's own test cases of a file, on the same examples each time; those of its helpers, not of layers, are left out."""
     before = settings.get_current_profile_name()
     slow = HealthCheck.too_slow
-    settings.register_profile("opacus", max_examples=examples, derandomize=True, database=None, suppress_health_check=[slow])
+    settings.register_profile(
+        "opacus",
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[slow],
+    )
     settings.load_profile("opacus")
     try:
         module = importlib.import_module(f"opacus.tests.{name}_test")
@@ -112,12 +138,16 @@ def run_shipped(name: str, examples: int = 150) -> None:
             if "unfold2d" not in test.id() and "asymetric" not in test.id():
                 test.run(result)
     assert result.testsRun and not result.skipped
-    assert result.wasSuccessful(), "\n".join(text for _, text in result.failures + result.errors)
+    assert result.wasSuccessful(), "\n".join(
+        text for _, text in result.failures + result.errors
+    )
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_tests_that_opacus_ships(name, calls):
-    run_shipped(f"grad_samples.{name}", 400 if "conv" in name else 100)  # most of the groups drawn do not divide the channels
+    run_shipped(
+        f"grad_samples.{name}", 400 if "conv" in name else 100
+    )  # most of the groups drawn do not divide the channels
     assert {type(module) for module, _ in calls} == {SHIPPED[name]}
     sizes = {x.shape[0] for _, x in calls}
     assert len(calls) > 100 and {1, 2, 4} <= sizes
@@ -146,12 +176,20 @@ def test_every_layer_of_ours(case: Case, batch, mode):
         (nn.Embedding(4, 3), torch.randint(4, (6, 5))),
         (nn.LayerNorm(4), torch.randn(6, 5, 4)),
         (nn.RMSNorm(4), torch.randn(6, 5, 4)),
-        (nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)), torch.randint(4, (6, 5))),
+        (
+            nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)),
+            torch.randint(4, (6, 5)),
+        ),
     ],
     ids=["linear", "linear-4d", "embedding", "layer-norm", "rms-norm", "network"],
 )
 def test_the_batch_second(layer, x, mode):
-    assert agrees(x.double() if x.is_floating_point() else x, layer.double(), batch_first=False, grad_sample_mode=mode)
+    assert agrees(
+        x.double() if x.is_floating_point() else x,
+        layer.double(),
+        batch_first=False,
+        grad_sample_mode=mode,
+    )
 
 
 def takes_nothing(case: Case) -> nn.Module:
@@ -166,7 +204,9 @@ def takes_nothing(case: Case) -> nn.Module:
 def test_a_batch_of_nothing_has_no_columns(case: Case, reduction, mode):
     layer = takes_nothing(case)
     got = ours(case.input(0), layer, loss_reduction=reduction, grad_sample_mode=mode)
-    assert {name: g.shape for name, g in got.items()} == {name: (0, *p.shape) for name, p in layer.named_parameters()}
+    assert {name: g.shape for name, g in got.items()} == {
+        name: (0, *p.shape) for name, p in layer.named_parameters()
+    }
 
 
 def test_a_batch_of_nothing_is_a_step_to_nowhere(case: Case):
@@ -175,7 +215,9 @@ def test_a_batch_of_nothing_is_a_step_to_nowhere(case: Case):
     before = [p.detach().clone() for p in layer.parameters()]
     layer(case.input(0)).sum().backward()
     opt.step()
-    assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True)
+    )
 
 
 class Unrolled(nn.Module):
@@ -197,10 +239,14 @@ def test_a_layer_that_runs_many_times(mode):
     assert agrees(torch.randn(5, 6, 3), Unrolled(), grad_sample_mode=mode)
 
 
-@pytest.mark.parametrize(("name", "examples"), [("sequence_bias", 150), ("dp_multihead_attention", 40)])
+@pytest.mark.parametrize(
+    ("name", "examples"), [("sequence_bias", 150), ("dp_multihead_attention", 40)]
+)
 def test_a_kind_of_opacus_registered_as_ones_own(name, examples, monkeypatch, calls):
     monkeypatch.setattr(seng.layers, "KINDS", dict(seng.layers.KINDS))
-    seng.layers.columns(SequenceBias)(lambda layer, a, g: {"bias": g[:, -1]})  # it appends its bias as one more position
+    seng.layers.columns(SequenceBias)(
+        lambda layer, a, g: {"bias": g[:, -1]}
+    )  # it appends its bias as one more position
     run_shipped(f"grad_samples.{name}", examples)
     assert len(calls) > 100
 
@@ -215,8 +261,12 @@ def test_what_is_not_shared_has_a_reason(layer):
 def test_nothing_of_opacus_is_left_out():
     refused = {type(layer) for layer in NOT_SHARED}
     for kind in GradSampleModule.GRAD_SAMPLERS:
-        assert (kind in SHIPPED.values()) + (kind in refused) + (kind is RNNLinear) == 1, kind
-    assert seng.layers.kind_of(RNNLinear(3, 2)).type is nn.Linear  # see test_a_layer_that_runs_many_times
+        assert (kind in SHIPPED.values()) + (kind in refused) + (
+            kind is RNNLinear
+        ) == 1, kind
+    assert (
+        seng.layers.kind_of(RNNLinear(3, 2)).type is nn.Linear
+    )  # see test_a_layer_that_runs_many_times
 
 
 WRONG = {
@@ -229,7 +279,11 @@ WRONG = {
 def test_a_wrong_rule_is_found(case: Case, wrong, monkeypatch):
     layer, x = case.layer(), case.input(5)
     kind = seng.layers.kind_of(layer)
-    monkeypatch.setitem(seng.layers.KINDS, kind.type, dataclasses.replace(kind, rule=WRONG[wrong](kind), unfolded_later=None))
+    monkeypatch.setitem(
+        seng.layers.KINDS,
+        kind.type,
+        dataclasses.replace(kind, rule=WRONG[wrong](kind), unfolded_later=None),
+    )
     assert not agrees(x, layer)
     with pytest.raises(AssertionError, match="values do not match"):
         common.GradSampleHooks_test().run_test(x, layer)

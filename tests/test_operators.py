@@ -22,7 +22,11 @@ def implicit(samples=5, h=1, n_G=4, n_A=3, r=2) -> Implicit:
 
 
 def lookup(samples=5, vocabulary=6, width=3, kappa=4) -> Lookup:
-    return Lookup(torch.randint(vocabulary, (samples, kappa)), torch.randn(samples, kappa, width), vocabulary)
+    return Lookup(
+        torch.randint(vocabulary, (samples, kappa)),
+        torch.randn(samples, kappa, width),
+        vocabulary,
+    )
 
 
 def merged(n=12, k=3) -> Merged:
@@ -31,8 +35,12 @@ def merged(n=12, k=3) -> Merged:
 
 def windows(samples=5, bias=0, stride=(2, 1), dilation=(1, 2)) -> Windows:
     a = torch.randn(samples, 2, 6, 5)
-    out = torch.nn.functional.conv2d(a, torch.randn(3, 2, 3, 2), stride=stride, padding=(1, 2), dilation=dilation)
-    return Windows(torch.randn_like(out), a, (3, 2), stride, (1, 2), dilation, bias, 0.7)
+    out = torch.nn.functional.conv2d(
+        a, torch.randn(3, 2, 3, 2), stride=stride, padding=(1, 2), dilation=dilation
+    )
+    return Windows(
+        torch.randn_like(out), a, (3, 2), stride, (1, 2), dilation, bias, 0.7
+    )
 
 
 def many_channels(space, kernel, padding, dilation, bias=0) -> Windows:
@@ -41,7 +49,16 @@ def many_channels(space, kernel, padding, dilation, bias=0) -> Windows:
     out = getattr(torch.nn.functional, f"conv{len(space)}d")(
         a, torch.randn(2, windowed.MANY, *kernel), padding=padding, dilation=dilation
     )
-    return Windows(torch.randn_like(out), a, kernel, (1,) * len(space), padding, dilation, bias, 0.7)
+    return Windows(
+        torch.randn_like(out),
+        a,
+        kernel,
+        (1,) * len(space),
+        padding,
+        dilation,
+        bias,
+        0.7,
+    )
 
 
 def dense(U) -> torch.Tensor:
@@ -53,8 +70,17 @@ def dense(U) -> torch.Tensor:
         )
         conv = getattr(torch.nn.functional, f"conv{len(U.kernel)}d")
         out = U.scale * conv(U.a, W, b, U.stride, U.padding, U.dilation)
-        pairs = [torch.autograd.grad((out[i] * U.G[i]).sum(), (W, b), retain_graph=True) for i in range(U.samples)]
-        return torch.stack([torch.cat([w.flatten(1), v[:, None]][: 1 + U.bias], 1).flatten() for w, v in pairs], 1)
+        pairs = [
+            torch.autograd.grad((out[i] * U.G[i]).sum(), (W, b), retain_graph=True)
+            for i in range(U.samples)
+        ]
+        return torch.stack(
+            [
+                torch.cat([w.flatten(1), v[:, None]][: 1 + U.bias], 1).flatten()
+                for w, v in pairs
+            ],
+            1,
+        )
     if isinstance(U, Explicit):
         return U.U
     if isinstance(U, Merged):
@@ -114,7 +140,11 @@ def test_scale_first_and_precision(U):
     D = dense(U)
     torch.testing.assert_close(dense(U.scaled(2.5)), 2.5 * D)
     torch.testing.assert_close(dense(U.first(1)), D[:, :1])
-    assert all(t.dtype == torch.float32 for t in U.to(torch.float32).tensors() if t.is_floating_point())
+    assert all(
+        t.dtype == torch.float32
+        for t in U.to(torch.float32).tensors()
+        if t.is_floating_point()
+    )
     assert U.bytes == sum(t.numel() * t.element_size() for t in U.tensors())
 
 
@@ -137,7 +167,9 @@ def test_both_contractions_of_the_gram_agree(chunk):
 def test_sum_and_stack(U, V):
     U, V = U(), V()
     torch.testing.assert_close(dense(added(U, V)), dense(U) + dense(V))
-    torch.testing.assert_close(dense(stacked([U, V, U])), torch.cat([dense(U), dense(V), dense(U)], 1))
+    torch.testing.assert_close(
+        dense(stacked([U, V, U])), torch.cat([dense(U), dense(V), dense(U)], 1)
+    )
 
 
 def test_independent_is_the_product_of_weighted_means_and_zero_at_zero():
@@ -155,8 +187,17 @@ def test_independent_is_the_product_of_weighted_means_and_zero_at_zero():
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.integers(1, 9), st.integers(0, 10**6))
-def test_reduced_factors_are_exact_where_the_rank_reaches_a_side(samples, h, n_G, n_A, kappa, seed):
+@given(
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(0, 10**6),
+)
+def test_reduced_factors_are_exact_where_the_rank_reaches_a_side(
+    samples, h, n_G, n_A, kappa, seed
+):
     torch.manual_seed(seed)
     U = implicit(samples, h, n_G, n_A, kappa)
     rank = min(n_G, n_A)
@@ -170,16 +211,24 @@ def test_reduced_error_falls_with_the_rank_and_vanishes_at_kappa():
     decaying = U.G * 0.6 ** torch.arange(10.0)
     U = Implicit(decaying, U.A)
     errors = [
-        naive.relative_error(dense(numerics.reduced(U, r, torch.Generator().manual_seed(0))), dense(U)) for r in range(1, 11)
+        naive.relative_error(
+            dense(numerics.reduced(U, r, torch.Generator().manual_seed(0))), dense(U)
+        )
+        for r in range(1, 11)
     ]
     assert all(later < earlier for earlier, later in pairwise(errors))
     assert errors[-1] == 0
 
 
 def test_partial_svd_is_nearly_the_best_of_its_rank():
-    U = Implicit(torch.randn(4, 1, 8, 20) * 0.5 ** torch.arange(20.0), torch.eye(20).expand(4, 1, 20, 20).clone())
+    U = Implicit(
+        torch.randn(4, 1, 8, 20) * 0.5 ** torch.arange(20.0),
+        torch.eye(20).expand(4, 1, 20, 20).clone(),
+    )
     V = numerics.reduced(U, 3, torch.Generator().manual_seed(1))
-    for i in range(4):  # with Â = I, u_i = Ĝ_i, whose best approximation of rank 3 is its truncated SVD
+    for i in range(
+        4
+    ):  # with Â = I, u_i = Ĝ_i, whose best approximation of rank 3 is its truncated SVD
         tail = torch.linalg.svdvals(U.G[i, 0])[3:].norm()
         assert (dense(V)[:, i] - dense(U)[:, i]).norm() <= 1.01 * tail
 
@@ -188,7 +237,9 @@ def test_signs_of_the_factors_follow_the_convention():
     U = implicit(samples=3, n_G=6, n_A=7, r=9)
     V = numerics.reduced(U, 4, torch.Generator().manual_seed(0))
     W = numerics.reduced(U, 4, torch.Generator().manual_seed(5))
-    torch.testing.assert_close(V.G, W.G, rtol=1e-4, atol=1e-4)  # another test matrix, the same factors: signs included
+    torch.testing.assert_close(
+        V.G, W.G, rtol=1e-4, atol=1e-4
+    )  # another test matrix, the same factors: signs included
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
@@ -215,7 +266,9 @@ def small_work(request, monkeypatch):
 
 def test_spectrum_gives_orthonormal_leading_directions(small_work):
     K = grams(0.7)
-    values, V = numerics.spectrum(K, 6, numerics.start(K, 6, torch.Generator().manual_seed(0)))
+    values, V = numerics.spectrum(
+        K, 6, numerics.start(K, 6, torch.Generator().manual_seed(0))
+    )
     exact, W = torch.linalg.eigh(K)
     torch.testing.assert_close(values, exact.flip(-1)[:, :6], rtol=0.01, atol=0)
     torch.testing.assert_close(V.mT @ V, torch.eye(6).expand(3, 6, 6))
@@ -227,7 +280,9 @@ def test_spectrum_gives_orthonormal_leading_directions(small_work):
 @pytest.mark.parametrize("decay", [1.0, 0.99])
 def test_what_spectrum_keeps_is_nearly_the_most_there_is(small_work, decay):
     K = grams(decay)
-    _, V = numerics.spectrum(K, 8, numerics.start(K, 8, torch.Generator().manual_seed(0)))
+    _, V = numerics.spectrum(
+        K, 8, numerics.start(K, 8, torch.Generator().manual_seed(0))
+    )
     kept = (V.mT @ K @ V).diagonal(dim1=1, dim2=2).sum(1)
     most = torch.linalg.eigvalsh(K)[:, -8:].sum(1)
     assert (kept <= most * (1 + 1e-9)).all() and (kept > 0.97 * most).all()
@@ -235,16 +290,26 @@ def test_what_spectrum_keeps_is_nearly_the_most_there_is(small_work, decay):
 
 def test_small_eigenvalues_are_not_lost_beside_large_ones(small_work):
     K = grams(0.8)  # over more than seven orders of magnitude
-    _, V = numerics.spectrum(K, 30, numerics.start(K, 30, torch.Generator().manual_seed(0)))
+    _, V = numerics.spectrum(
+        K, 30, numerics.start(K, 30, torch.Generator().manual_seed(0))
+    )
     left = (torch.eye(40) - V @ V.mT) @ K @ (torch.eye(40) - V @ V.mT)
-    assert (torch.linalg.eigvalsh(left)[:, -1] < 20 * torch.linalg.eigvalsh(K)[:, 9]).all()
+    assert (
+        torch.linalg.eigvalsh(left)[:, -1] < 20 * torch.linalg.eigvalsh(K)[:, 9]
+    ).all()
 
 
 def test_spectrum_of_singular_and_empty_grams(small_work):
     U = torch.randn(20, 2) @ torch.randn(2, 40)
     K = torch.stack([U.T @ U, torch.zeros(40, 40)])
-    values, V = numerics.spectrum(K, 5, numerics.start(K, 5, torch.Generator().manual_seed(0)))
-    assert V.isfinite().all() and (values[0, 2:] < 1e-9 * values[0, 0]).all() and (values[1] == 0).all()
+    values, V = numerics.spectrum(
+        K, 5, numerics.start(K, 5, torch.Generator().manual_seed(0))
+    )
+    assert (
+        V.isfinite().all()
+        and (values[0, 2:] < 1e-9 * values[0, 0]).all()
+        and (values[1] == 0).all()
+    )
     Y = V[0].T @ U.T
     torch.testing.assert_close(Y.T @ Y, U @ U.T)
     torch.testing.assert_close(numerics.top(K), torch.linalg.eigvalsh(K)[:, -1])
@@ -257,7 +322,11 @@ def test_truncation_errors_are_those_of_the_directions():
     g = U.sum(1) / 12**0.5
     exact = lam * naive.dense_direction(U @ U.T, g, lam)
     errors = [
-        naive.relative_error(lam * naive.dense_direction((U @ V[0, :, :k]) @ (U @ V[0, :, :k]).T, g, lam), exact)
+        naive.relative_error(
+            lam
+            * naive.dense_direction((U @ V[0, :, :k]) @ (U @ V[0, :, :k]).T, g, lam),
+            exact,
+        )
         for k in (1, 4, 8, 12)
     ]
     found = numerics.truncation_errors(K, V, torch.tensor([lam]))[0, [0, 3, 7, 11]]
@@ -266,12 +335,16 @@ def test_truncation_errors_are_those_of_the_directions():
 
 
 def test_a_basis_in_half_precision_rounds_each_direction_alike():
-    Y = torch.randn(6, 500) * 1e-20 * torch.logspace(2, 0, 6)[:, None]  # two orders of magnitude matter; see NEGLIGIBLE
+    Y = (
+        torch.randn(6, 500) * 1e-20 * torch.logspace(2, 0, 6)[:, None]
+    )  # two orders of magnitude matter; see NEGLIGIBLE
     U = Merged.of(Y.float(), (1, 50, 10), half=True)
     assert U.Y.dtype == torch.float16 and U.dtype == torch.float32
     for i, row in enumerate(dense(U).T.double()):
         assert naive.relative_error(row, Y[i]) < 3e-4
-    torch.testing.assert_close(U.gram().double(), dense(U).double().T @ dense(U).double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        U.gram().double(), dense(U).double().T @ dense(U).double(), rtol=1e-5, atol=0
+    )
     assert Merged.of(torch.zeros(2, 8), (1, 4, 2), half=True).gram().eq(0).all()
 
 
@@ -298,4 +371,6 @@ def test_eigh_of_graded_float32_grams_is_finite():
         torch.manual_seed(seed)
         Y = (torch.randn(200, 64) * torch.logspace(0, -30 + seed % 25, 64)).float()
         values, V = numerics.eigh(Y.T @ Y)
-        assert values.isfinite().all() and ((V.T @ V) - torch.eye(64)).abs().max() < 1e-5
+        assert (
+            values.isfinite().all() and ((V.T @ V) - torch.eye(64)).abs().max() < 1e-5
+        )

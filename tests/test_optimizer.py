@@ -22,7 +22,11 @@ PAPER = {"relative_damping": False, "decay": 0}
 def network(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3)
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64, 3),
     )
 
 
@@ -49,12 +53,22 @@ def parameters(model) -> torch.Tensor:
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged", "auto"])
 @pytest.mark.parametrize("damping", [1e15, 1e300, float("inf")])
 @pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("recipe", [{}, {"momentum": 0.0}, {"nesterov": True}, {"maximize": True, "lr": 1e-4}], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [{}, {"momentum": 0.0}, {"nesterov": True}, {"maximize": True, "lr": 1e-4}],
+    ids=str,
+)
 def test_infinite_damping_is_sgd(form, damping, relative, recipe):
     options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.05} | recipe
     ours, theirs = network(), network()
     curvature = seng.Curvature(form=form, decay=0, relative_damping=relative)
-    train(ours, seng.SENG(ours, damping=damping, refresh_every=3, curvature=curvature, **options), 20)
+    train(
+        ours,
+        seng.SENG(
+            ours, damping=damping, refresh_every=3, curvature=curvature, **options
+        ),
+        20,
+    )
     train(theirs, torch.optim.SGD(theirs.parameters(), **options), 20)
     assert naive.relative_error(parameters(ours), parameters(theirs)) < 1e-12
 
@@ -78,7 +92,13 @@ def test_relative_damping_is_a_fraction_of_the_largest_eigenvalue(form):
         lam = 0.2 * float(torch.linalg.eigvalsh(M)[-1])
         want.append(lam * naive.dense_direction(M, u.mean(0), lam))
     before = parameters(model)
-    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=0.2, curvature=seng.Curvature(form=form, decay=0, rank=99))
+    opt = seng.SENG(
+        model,
+        lr=1.0,
+        momentum=0.0,
+        damping=0.2,
+        curvature=seng.Curvature(form=form, decay=0, rank=99),
+    )
     naive.loss_of(model(x), target).backward()
     opt.step()
     assert naive.relative_error(before - parameters(model), torch.cat(want)) < 1e-9
@@ -88,7 +108,15 @@ def test_decay_accumulates_the_curvature_of_refreshes():
     """M ← δM + (1 − δ)M_new, the first with weight 1; for every layer, the norm's too."""
     model = plain_network()
     curvature = seng.Curvature(decay=0.7, relative_damping=False, rank=99)
-    opt = seng.SENG(model, lr=0.1, momentum=0.0, damping=0.3, units="paper", refresh_every=2, curvature=curvature)
+    opt = seng.SENG(
+        model,
+        lr=0.1,
+        momentum=0.0,
+        damping=0.3,
+        units="paper",
+        refresh_every=2,
+        curvature=curvature,
+    )
     layers = (model[0], model[2], model[3])
     M = {}
     for step in range(7):
@@ -97,7 +125,11 @@ def test_decay_accumulates_the_curvature_of_refreshes():
         for layer in layers:
             u = layer_gradients(model, x, target, layer)
             if step % 2 == 0:
-                M[layer] = 0.7 * M[layer] + 0.3 * naive.fisher(u) if layer in M else naive.fisher(u)
+                M[layer] = (
+                    0.7 * M[layer] + 0.3 * naive.fisher(u)
+                    if layer in M
+                    else naive.fisher(u)
+                )
             want.append(0.1 * naive.dense_direction(M[layer], u.mean(0), 0.3))
         before = parameters(model)
         opt.zero_grad()
@@ -109,7 +141,15 @@ def test_decay_accumulates_the_curvature_of_refreshes():
 def test_decay_of_an_embedding():
     model = nn.Embedding(6, 3)
     curvature = seng.Curvature(decay=0.5, relative_damping=False, rank=99)
-    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=0.3, units="paper", refresh_every=1, curvature=curvature)
+    opt = seng.SENG(
+        model,
+        lr=1.0,
+        momentum=0.0,
+        damping=0.3,
+        units="paper",
+        refresh_every=1,
+        curvature=curvature,
+    )
     M = None
     for _ in range(3):
         x, target = torch.randint(6, (5, 4)), torch.randn(5, 4, 3)
@@ -119,17 +159,34 @@ def test_decay_of_an_embedding():
         opt.zero_grad()
         naive.loss_of(model(x), target).backward()
         opt.step()
-        assert naive.relative_error(before - parameters(model), naive.dense_direction(M, u.mean(0), 0.3)) < 1e-9
+        assert (
+            naive.relative_error(
+                before - parameters(model), naive.dense_direction(M, u.mean(0), 0.3)
+            )
+            < 1e-9
+        )
 
 
 def test_groups_take_their_own_values_and_a_changed_damping_acts_at_the_next_step():
     model = plain_network()
     groups = [
-        {"params": [*model[0].parameters(), *model[2].parameters()], "lr": 0.5, "damping": 0.1},
+        {
+            "params": [*model[0].parameters(), *model[2].parameters()],
+            "lr": 0.5,
+            "damping": 0.1,
+        },
         {"params": [model[3].weight]},
         {"params": [model[3].bias], "lr": 0.25, "weight_decay": 0.1},
     ]
-    opt = seng.SENG(groups, lr=1.0, momentum=0.0, damping=0.7, module=model, curvature=seng.Curvature(**PAPER), refresh_every=9)
+    opt = seng.SENG(
+        groups,
+        lr=1.0,
+        momentum=0.0,
+        damping=0.7,
+        module=model,
+        curvature=seng.Curvature(**PAPER),
+        refresh_every=9,
+    )
     x, target = torch.randn(6, 5), torch.randn(6, 3)
     M = {}
     for damping in (0.7, 0.2):
@@ -144,7 +201,9 @@ def test_groups_take_their_own_values_and_a_changed_damping_acts_at_the_next_ste
             M.setdefault(layer, naive.fisher(u))
             d = lam * naive.dense_direction(M[layer], u.mean(0), lam)
             parts = d.split([p.numel() for p in layer.parameters()])
-            for part, p, lr, decay in zip(parts, layer.parameters(), lrs, decays, strict=True):
+            for part, p, lr, decay in zip(
+                parts, layer.parameters(), lrs, decays, strict=True
+            ):
                 want.append(lr * (part + decay * p.detach().flatten()))
         before = parameters(model)
         opt.zero_grad()
@@ -155,9 +214,15 @@ def test_groups_take_their_own_values_and_a_changed_damping_acts_at_the_next_ste
 
 def test_two_dampings_in_one_layer_are_an_error():
     model = nn.Linear(3, 2)
-    opt = seng.SENG([{"params": [model.weight]}, {"params": [model.bias], "damping": 0.5}], module=model)
+    opt = seng.SENG(
+        [{"params": [model.weight]}, {"params": [model.bias], "damping": 0.5}],
+        module=model,
+    )
     naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
-    with pytest.raises(ValueError, match=r"one block but its parameters have the dampings \[0.01, 0.5\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"one block but its parameters have the dampings \[0.01, 0.5\]",
+    ):
         opt.step()
 
 
@@ -185,9 +250,17 @@ def test_a_scheduler_drives_lr_and_a_closure_is_run():
 FORMS_TO_SAVE = [
     *({"form": form, "decay": 0} for form in ("explicit", "implicit", "merged")),
     {"form": "implicit", "rank": 3},
-    {"form": "implicit", "rank": 3, "combine": "independent", "sketch": KroneckerRows(2, 5)},
+    {
+        "form": "implicit",
+        "rank": 3,
+        "combine": "independent",
+        "sketch": KroneckerRows(2, 5),
+    },
     {"decay": 0.6, "rank": 4, "sketch": Rows(20)},
-    *({"form": "explicit", "sketch": sketch} for sketch in (Rows(20), LeverageRows(20), Gaussian(20), CountSketch(20))),
+    *(
+        {"form": "explicit", "sketch": sketch}
+        for sketch in (Rows(20), LeverageRows(20), Gaussian(20), CountSketch(20))
+    ),
 ]
 
 
@@ -198,8 +271,16 @@ def test_resuming_continues_bit_for_bit(options, stop):
 
     def make(seed):
         model = network(seed)
-        torch.manual_seed(seed + 5)  # the sketches' seed comes from here, and the resumed run has another
-        return model, seng.SENG(model, lr=0.02, refresh_every=3, damping=0.1, curvature=seng.Curvature(**options))
+        torch.manual_seed(
+            seed + 5
+        )  # the sketches' seed comes from here, and the resumed run has another
+        return model, seng.SENG(
+            model,
+            lr=0.02,
+            refresh_every=3,
+            damping=0.1,
+            curvature=seng.Curvature(**options),
+        )
 
     torch.use_deterministic_algorithms(True)
     model, opt = make(0)
@@ -232,7 +313,12 @@ def test_checkpoints_of_sgd_and_without_new_group_options_load():
 
 def test_training_with_sketches_leaves_the_global_random_stream_alone():
     model = network()
-    opt = seng.SENG(model, lr=0.02, refresh_every=1, curvature=seng.Curvature(form="implicit", rank=2, sketch=Rows(5)))
+    opt = seng.SENG(
+        model,
+        lr=0.02,
+        refresh_every=1,
+        curvature=seng.Curvature(form="implicit", rank=2, sketch=Rows(5)),
+    )
     torch.manual_seed(3)
     before = torch.get_rng_state()
     train(model, opt, 3)
@@ -243,7 +329,15 @@ def test_sketches_follow_torch_manual_seed_and_differ_between_seeds():
     def run(seed):
         model = network()
         torch.manual_seed(seed)
-        train(model, seng.SENG(model, lr=0.02, curvature=seng.Curvature(form="explicit", sketch=Rows(10))), 3)
+        train(
+            model,
+            seng.SENG(
+                model,
+                lr=0.02,
+                curvature=seng.Curvature(form="explicit", sketch=Rows(10)),
+            ),
+            3,
+        )
         return parameters(model)
 
     assert torch.equal(run(1), run(1))
@@ -252,12 +346,21 @@ def test_sketches_follow_torch_manual_seed_and_differ_between_seeds():
 
 def test_every_refresh_draws_anew_and_the_steps_between_keep_it():
     model = network()
-    opt = seng.SENG(model, lr=0.0, refresh_every=2, curvature=seng.Curvature(form="explicit", sketch=Rows(10)))
+    opt = seng.SENG(
+        model,
+        lr=0.0,
+        refresh_every=2,
+        curvature=seng.Curvature(form="explicit", sketch=Rows(10)),
+    )
     drawn = []
     for i in range(4):
         train(model, opt, 1, i)
         drawn.append(opt.preconditioner.blocks[0].omega.index)
-    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[2], drawn[3]) and not torch.equal(drawn[1], drawn[2])
+    assert (
+        torch.equal(drawn[0], drawn[1])
+        and torch.equal(drawn[2], drawn[3])
+        and not torch.equal(drawn[1], drawn[2])
+    )
 
 
 BAD = {
@@ -266,39 +369,61 @@ BAD = {
     "weight_decay must be at least 0": lambda m: seng.SENG(m, weight_decay=-1.0),
     "damping is λ, a number above 0, not -1": lambda m: seng.SENG(m, damping=-1.0),
     "damping is λ, a number above 0, not 0": lambda m: seng.SENG(m, damping=0.0),
-    "damping is λ, a number above 0, not nan": lambda m: seng.SENG(m, damping=float("nan")),
+    "damping is λ, a number above 0, not nan": lambda m: seng.SENG(
+        m, damping=float("nan")
+    ),
     "nesterov needs a momentum": lambda m: seng.SENG(m, momentum=0.0, nesterov=True),
     "rank must be an integer of at least 1, not -2": lambda m: seng.Curvature(rank=-2),
-    "samples must be an integer of at least 1, not 0": lambda m: seng.Curvature(samples=0),
-    "refresh_every is a number of steps, at least 1, not 0": lambda m: seng.SENG(m, refresh_every=0),
-    "unknown form 'dense'; use one of 'auto', 'explicit'": lambda m: seng.Curvature(form="dense"),
+    "samples must be an integer of at least 1, not 0": lambda m: seng.Curvature(
+        samples=0
+    ),
+    "refresh_every is a number of steps, at least 1, not 0": lambda m: seng.SENG(
+        m, refresh_every=0
+    ),
+    "unknown form 'dense'; use one of 'auto', 'explicit'": lambda m: seng.Curvature(
+        form="dense"
+    ),
     "unknown combine 'sum'": lambda m: seng.Curvature(combine="sum"),
     "unknown fisher 'true'": lambda m: seng.Curvature(fisher="true"),
-    "only the merged form can accumulate": lambda m: seng.Curvature(form="explicit", decay=0.5),
+    "only the merged form can accumulate": lambda m: seng.Curvature(
+        form="explicit", decay=0.5
+    ),
     "only the merged form can": lambda m: seng.Curvature(form="implicit", decay=0.5),
     r"decay must lie in \[0, 1\), not 1": lambda m: seng.Curvature(decay=1.0),
-    "combine='independent' .* is the implicit form's": lambda m: seng.Curvature(form="merged", combine="independent"),
+    "combine='independent' .* is the implicit form's": lambda m: seng.Curvature(
+        form="merged", combine="independent"
+    ),
     "memory is bytes": lambda m: seng.Curvature(memory=-5),
-    r"memory is bytes \(an int\) or a fraction in \(0, 1\], not 1.5": lambda m: seng.Curvature(memory=1.5),
-    "traffic is a positive number of gradients per step": lambda m: seng.Curvature(traffic=0),
+    r"memory is bytes \(an int\) or a fraction in \(0, 1\], not 1.5": lambda m: (
+        seng.Curvature(memory=1.5)
+    ),
+    "traffic is a positive number of gradients per step": lambda m: seng.Curvature(
+        traffic=0
+    ),
     "the damping cannot be relative": lambda m: seng.SENG(m, units="paper"),
     "unknown units 'si'": lambda m: seng.SENG(m, units="si"),
     "unknown strategy 'ring'": lambda m: seng.SENG(m, strategy="ring"),
-    "no layer of Sequential is covered.*a recurrent layer runs its time steps inside one operation": lambda m: seng.SENG(
-        nn.Sequential(nn.LSTM(2, 2)), lr=0.1
+    "no layer of Sequential is covered.*a recurrent layer runs its time steps inside one operation": lambda m: (
+        seng.SENG(nn.Sequential(nn.LSTM(2, 2)), lr=0.1)
     ),
-    "1 of 9 parameters are not the module's": lambda m: seng.SENG([*m.parameters(), nn.Parameter(torch.zeros(3))], module=m),
+    "1 of 9 parameters are not the module's": lambda m: seng.SENG(
+        [*m.parameters(), nn.Parameter(torch.zeros(3))], module=m
+    ),
     "is a module and module=… is another": lambda m: seng.SENG(m, module=network()),
-    "strict=True: these parameters take the plain gradient: 1.weight_ih_l0": lambda m: seng.SENG(
-        nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), strict=True
+    "strict=True: these parameters take the plain gradient: 1.weight_ih_l0": lambda m: (
+        seng.SENG(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), strict=True)
     ),
-    "strict=True: no module was given": lambda m: seng.SENG(m.parameters(), strict=True),
+    "strict=True: no module was given": lambda m: seng.SENG(
+        m.parameters(), strict=True
+    ),
 }
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input_is_refused_with_the_reason(message):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    )
     with pytest.raises(ValueError, match=message):
         BAD[message](model)
 
@@ -316,9 +441,12 @@ def test_bad_types_are_refused():
 
 def test_a_sketch_larger_than_the_layer_is_said_once():
     model = network()
-    opt = seng.SENG(model, lr=0.01, refresh_every=1, curvature=seng.Curvature(sketch=Rows(10**6)))
+    opt = seng.SENG(
+        model, lr=0.01, refresh_every=1, curvature=seng.Curvature(sketch=Rows(10**6))
+    )
     with pytest.warns(
-        UserWarning, match=r"Rows\(q=1000000, replacement=False\) is larger than layer '0' .*: it is then taken"
+        UserWarning,
+        match=r"Rows\(q=1000000, replacement=False\) is larger than layer '0' .*: it is then taken",
     ) as caught:
         train(model, opt, 3)
     assert len(caught) == 1
@@ -327,10 +455,15 @@ def test_a_sketch_larger_than_the_layer_is_said_once():
 def test_a_gradient_without_a_capture_is_an_error():
     model = network()
     x, target = batch(0)
-    loss = naive.loss_of(model(x), target)  # the forward ran before the optimizer was there
+    loss = naive.loss_of(
+        model(x), target
+    )  # the forward ran before the optimizer was there
     opt = seng.SENG(model, lr=0.1)
     loss.backward()
-    with pytest.raises(RuntimeError, match="layer '0' has a gradient but was not captured on this refresh step"):
+    with pytest.raises(
+        RuntimeError,
+        match="layer '0' has a gradient but was not captured on this refresh step",
+    ):
         opt.step()
 
 
@@ -356,12 +489,23 @@ def test_uncovered_layers_take_the_plain_gradient_with_one_warning():
 
     for units, divisor in (("sgd", 1.0), ("paper", 0.3)):
         model = Net()
-        with pytest.warns(UserWarning, match=r"plain gradient: scale \(no rule for Net"):
-            opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=0.3, units=units, curvature=seng.Curvature(**PAPER))
+        with pytest.warns(
+            UserWarning, match=r"plain gradient: scale \(no rule for Net"
+        ):
+            opt = seng.SENG(
+                model,
+                lr=1.0,
+                momentum=0.0,
+                damping=0.3,
+                units=units,
+                curvature=seng.Curvature(**PAPER),
+            )
         naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
         before = model.scale.detach().clone()
         opt.step()
-        torch.testing.assert_close(before - model.scale.detach(), model.scale.grad / divisor)
+        torch.testing.assert_close(
+            before - model.scale.detach(), model.scale.grad / divisor
+        )
 
 
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
@@ -386,7 +530,9 @@ def test_zero_gradients_and_zero_curvature(form):
 def test_bad_captures_never_reach_the_parameters(form, bad):
     """Captures that are not finite (or overflow when squared) drop the refresh; the gradient itself was clipped to be fine."""
     model = nn.Linear(3, 2)
-    opt = seng.SENG(model, lr=0.1, refresh_every=1, damping=0.1, curvature=seng.Curvature(form=form))
+    opt = seng.SENG(
+        model, lr=0.1, refresh_every=1, damping=0.1, curvature=seng.Curvature(form=form)
+    )
     for step in range(4):
         opt.zero_grad()
         x, scale = torch.randn(4, 3), torch.ones(4, 1)
@@ -397,7 +543,9 @@ def test_bad_captures_never_reach_the_parameters(form, bad):
             p.grad.nan_to_num_(0, 0, 0).clamp_(-1, 1)
         if step == 0:
             before = parameters(model)
-            with pytest.warns(UserWarning, match="a refresh was dropped, its captures are not finite"):
+            with pytest.warns(
+                UserWarning, match="a refresh was dropped, its captures are not finite"
+            ):
                 opt.step()
             plain = naive.flat([p.grad for p in model.parameters()])
             torch.testing.assert_close(before - parameters(model), 0.1 * plain)
@@ -409,7 +557,13 @@ def test_bad_captures_never_reach_the_parameters(form, bad):
 
 def test_a_failed_factorization_falls_back_to_the_plain_gradient_and_is_counted():
     model = nn.Linear(3, 2)
-    opt = seng.SENG(model, lr=0.1, momentum=0.0, refresh_every=9, curvature=seng.Curvature(form="explicit", **PAPER))
+    opt = seng.SENG(
+        model,
+        lr=0.1,
+        momentum=0.0,
+        refresh_every=9,
+        curvature=seng.Curvature(form="explicit", **PAPER),
+    )
     for _ in range(2):
         opt.zero_grad()
         naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
@@ -421,7 +575,10 @@ def test_a_failed_factorization_falls_back_to_the_plain_gradient_and_is_counted(
     naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
     before = parameters(model)
     opt.step()
-    torch.testing.assert_close(before - parameters(model), 0.1 * naive.flat([p.grad for p in model.parameters()]))
+    torch.testing.assert_close(
+        before - parameters(model),
+        0.1 * naive.flat([p.grad for p in model.parameters()]),
+    )
     assert opt.diagnostics()["Linear"]["solves_failed"] >= 1
 
 
@@ -432,8 +589,15 @@ def test_diagnostics_tell_form_rank_and_bytes():
     report = opt.diagnostics()
     assert list(report) == ["0", "1", "4"]
     for entry in report.values():
-        assert entry["form"] == "merged" and entry["bytes"] > 0 and entry["top_eigenvalue"] > 0
-        assert 1 <= entry["effective_rank"] <= entry["columns"] and entry["solves_failed"] == 0
+        assert (
+            entry["form"] == "merged"
+            and entry["bytes"] > 0
+            and entry["top_eigenvalue"] > 0
+        )
+        assert (
+            1 <= entry["effective_rank"] <= entry["columns"]
+            and entry["solves_failed"] == 0
+        )
 
 
 def test_what_is_kept_without_a_curvature_is_a_kronecker_metric_alone():
@@ -444,11 +608,23 @@ def test_what_is_kept_without_a_curvature_is_a_kronecker_metric_alone():
     report = opt.diagnostics()
     assert {entry["base"] for entry in report.values()} == {"kronecker", "diagonal"}
     for entry in report.values():
-        assert entry["columns"] == 0 and entry["bytes"] > 0 and entry["norm_ratio"] == pytest.approx(1)
-        assert entry["effective_rank"] >= 1 and entry["top_eigenvalue"] > 0 and entry["damping"] > 0
+        assert (
+            entry["columns"] == 0
+            and entry["bytes"] > 0
+            and entry["norm_ratio"] == pytest.approx(1)
+        )
+        assert (
+            entry["effective_rank"] >= 1
+            and entry["top_eigenvalue"] > 0
+            and entry["damping"] > 0
+        )
     twin = copy.deepcopy(model)
-    handle = seng.attach(torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9), twin)
-    assert handle.preconditioner.curvature == opt.preconditioner.curvature == usual(model)
+    handle = seng.attach(
+        torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9), twin
+    )
+    assert (
+        handle.preconditioner.curvature == opt.preconditioner.curvature == usual(model)
+    )
     assert seng.SENG(twin, orthogonal=True).preconditioner.curvature == seng.Curvature()
 
 
@@ -464,7 +640,9 @@ def test_refresh_on_the_first_step_and_then_every_T():
 
 def test_add_param_group_covers_the_new_layer():
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    opt = seng.SENG([{"params": list(model[0].parameters())}], lr=0.1, module=model, refresh_every=2)
+    opt = seng.SENG(
+        [{"params": list(model[0].parameters())}], lr=0.1, module=model, refresh_every=2
+    )
     x, target = torch.randn(6, 5), torch.randn(6, 3)
 
     def step():
@@ -492,9 +670,16 @@ def test_every_combination_of_options_trains():
             continue
         model = network()
         curvature = seng.Curvature(
-            form=form, combine=combine, sketch=sketch, relative_damping=relative, samples=samples, rank=3
+            form=form,
+            combine=combine,
+            sketch=sketch,
+            relative_damping=relative,
+            samples=samples,
+            rank=3,
         )
-        opt = seng.SENG(model, lr=0.001, damping=0.5, refresh_every=2, curvature=curvature)
+        opt = seng.SENG(
+            model, lr=0.001, damping=0.5, refresh_every=2, curvature=curvature
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             train(model, opt, 3)
@@ -505,7 +690,9 @@ def test_float32_and_bfloat16_parameters_solve_in_float32():
     for dtype in (torch.float32, torch.bfloat16):
         model = plain_network().to(dtype)
         opt = seng.SENG(model, lr=0.01)
-        loss = naive.loss_of(model(torch.randn(6, 5, dtype=dtype)), torch.randn(6, 3, dtype=dtype))
+        loss = naive.loss_of(
+            model(torch.randn(6, 5, dtype=dtype)), torch.randn(6, 3, dtype=dtype)
+        )
         loss.backward()
         opt.step()
         assert opt.preconditioner.blocks[0].gram.dtype == torch.float32
@@ -520,7 +707,10 @@ def test_sparse_and_complex_are_refused():
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         opt.step()
     with pytest.warns(UserWarning, match="complex parameters are not supported"):
-        seng.SENG(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex128), nn.Linear(2, 2)), lr=0.1)
+        seng.SENG(
+            nn.Sequential(nn.Linear(2, 2, dtype=torch.complex128), nn.Linear(2, 2)),
+            lr=0.1,
+        )
 
 
 def test_deepcopied_model_trains_on_its_own():
@@ -532,7 +722,11 @@ def test_deepcopied_model_trains_on_its_own():
     assert len(opt.preconditioner.samples) == 0
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "how",
+    [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))],
+    ids=["deepcopy", "pickle"],
+)
 def test_a_copy_of_model_and_optimizer_trains_alike_and_apart(how):
     model = network()
     opt = seng.SENG(model, lr=0.02, refresh_every=3)
@@ -547,22 +741,32 @@ def test_a_copy_of_model_and_optimizer_trains_alike_and_apart(how):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25])
-@pytest.mark.parametrize("options", [{"form": "implicit"}, {"combine": "independent", "form": "implicit"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"form": "implicit"}, {"combine": "independent", "form": "implicit"}],
+    ids=str,
+)
 def test_bad_captures_of_reduced_factors(bad, options):
     model = nn.Sequential(nn.Conv2d(4, 6, 3)).float()
-    opt = seng.SENG(model, lr=0.01, refresh_every=9, curvature=seng.Curvature(rank=2, **options))
+    opt = seng.SENG(
+        model, lr=0.01, refresh_every=9, curvature=seng.Curvature(rank=2, **options)
+    )
     for step in range(3):
         opt.zero_grad()
         scale = torch.ones(4, 1, 1, 1).float()
         scale[1] = bad if step == 0 else 1.0
-        (model(torch.randn(4, 4, 6, 6).float()) * scale).square().sum((1, 2, 3)).mean().backward()
+        (model(torch.randn(4, 4, 6, 6).float()) * scale).square().sum(
+            (1, 2, 3)
+        ).mean().backward()
         for p in model.parameters():
             p.grad.nan_to_num_(0, 0, 0).clamp_(-1, 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             opt.step()
         assert parameters(model).isfinite().all()
-    assert opt.diagnostics()["0"]["form"] != "plain"  # the owed refresh was made up for at the next step
+    assert (
+        opt.diagnostics()["0"]["form"] != "plain"
+    )  # the owed refresh was made up for at the next step
 
 
 def test_a_refresh_that_could_not_be_made_is_made_at_the_next_step():
@@ -583,7 +787,9 @@ def test_a_refresh_that_could_not_be_made_is_made_at_the_next_step():
 
 def test_add_param_group_that_completes_a_layer_or_is_refused():
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    opt = seng.SENG([model[0].weight, model[2].weight], lr=0.1, module=model, refresh_every=2)
+    opt = seng.SENG(
+        [model[0].weight, model[2].weight], lr=0.1, module=model, refresh_every=2
+    )
     x, target = torch.randn(6, 5), torch.randn(6, 3)
 
     def step():
@@ -602,12 +808,17 @@ def test_add_param_group_that_completes_a_layer_or_is_refused():
 
 def test_a_checkpoint_of_other_shapes_or_damping_loads_without_its_curvature():
     small, large = nn.Linear(3, 4), nn.Linear(4, 3)
-    saved, other = (seng.SENG(m, lr=0.1, momentum=0.0, curvature=seng.Curvature()) for m in (small, large))
+    saved, other = (
+        seng.SENG(m, lr=0.1, momentum=0.0, curvature=seng.Curvature())
+        for m in (small, large)
+    )
     small(torch.randn(5, 3)).square().mean().backward()
     saved.step()
     other.load_state_dict(saved.state_dict())
     assert not other.preconditioner.blocks and other.refresh_due
-    absolute = seng.SENG(small, lr=0.1, units="paper", curvature=seng.Curvature(relative_damping=False))
+    absolute = seng.SENG(
+        small, lr=0.1, units="paper", curvature=seng.Curvature(relative_damping=False)
+    )
     absolute.load_state_dict(saved.state_dict())
     assert not absolute.preconditioner.blocks[0].relative
 
@@ -624,15 +835,29 @@ def test_a_damping_that_goes_bad_later_is_refused(value):
 
 def test_a_curvature_can_be_varied_field_by_field():
     for field, value in (("form", "explicit"), ("combine", "independent"), ("rank", 3)):
-        assert getattr(dataclasses.replace(seng.Curvature(), **{field: value}), field) == value
-    assert seng.Curvature().averaging == 0.8 and seng.Curvature(form="explicit").averaging == 0
+        assert (
+            getattr(dataclasses.replace(seng.Curvature(), **{field: value}), field)
+            == value
+        )
+    assert (
+        seng.Curvature().averaging == 0.8
+        and seng.Curvature(form="explicit").averaging == 0
+    )
 
 
 def test_only_the_same_parameters_are_accumulated():
     model = nn.LayerNorm(4)
     nn.init.normal_(model.weight)
     curvature = seng.Curvature(decay=0.8, relative_damping=False)
-    opt = seng.SENG(model, lr=0.1, momentum=0.0, damping=0.3, units="paper", refresh_every=1, curvature=curvature)
+    opt = seng.SENG(
+        model,
+        lr=0.1,
+        momentum=0.0,
+        damping=0.3,
+        units="paper",
+        refresh_every=1,
+        curvature=curvature,
+    )
     for trained, frozen in ((model.weight, model.bias), (model.bias, model.weight)):
         trained.requires_grad_(True)
         frozen.requires_grad_(False)
@@ -648,14 +873,18 @@ def test_only_the_same_parameters_are_accumulated():
 
 def test_a_kronecker_sketch_with_one_side_too_large_says_which():
     model = network()
-    opt = seng.SENG(model, lr=0.01, curvature=seng.Curvature(sketch=KroneckerRows(10**6, 3)))
+    opt = seng.SENG(
+        model, lr=0.01, curvature=seng.Curvature(sketch=KroneckerRows(10**6, 3))
+    )
     with pytest.warns(UserWarning, match="that side of it is then taken exactly"):
         train(model, opt, 1)
 
 
 def test_failed_solves_are_remembered_and_reported():
     model = nn.Linear(3, 2)
-    opt = seng.SENG(model, lr=0.1, refresh_every=2, curvature=seng.Curvature(form="explicit"))
+    opt = seng.SENG(
+        model, lr=0.1, refresh_every=2, curvature=seng.Curvature(form="explicit")
+    )
 
     def step():
         opt.zero_grad()
@@ -675,12 +904,20 @@ def test_the_papers_plan_keeps_small_layers_exact():
     model = nn.Conv2d(2, 3, 3)
     x, target = torch.randn(5, 2, 8, 8), torch.randn(5, 3, 6, 6)
     curvature = seng.Curvature(combine="independent", rank=1, relative_damping=False)
-    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=0.3, units="paper", curvature=curvature)
+    opt = seng.SENG(
+        model, lr=1.0, momentum=0.0, damping=0.3, units="paper", curvature=curvature
+    )
     u = naive.per_sample_gradients(model, x, target)
     before = parameters(model)
     naive.loss_of(model(x), target).backward()
     opt.step()
-    assert naive.relative_error(before - parameters(model), naive.dense_direction(naive.fisher(u), u.mean(0), 0.3)) < 1e-9
+    assert (
+        naive.relative_error(
+            before - parameters(model),
+            naive.dense_direction(naive.fisher(u), u.mean(0), 0.3),
+        )
+        < 1e-9
+    )
 
 
 def test_loading_between_backward_and_step_is_made_up_for():
@@ -699,19 +936,31 @@ def test_a_layer_that_memory_leaves_out_is_said():
     model = nn.Sequential(nn.BatchNorm1d(500), nn.Linear(500, 500))
     x = torch.randn(16, 500)
     for memory, strict in ((40_000, False), (40_000, True)):
-        opt = seng.SENG(model, lr=0.1, strict=strict, curvature=seng.Curvature(memory=memory))
+        opt = seng.SENG(
+            model, lr=0.1, strict=strict, curvature=seng.Curvature(memory=memory)
+        )
         model(x).square().mean().backward()
         if strict:
             with pytest.raises(ValueError, match="does not fit into 39.1 KiB"):
                 opt.step()
         else:
-            with pytest.warns(UserWarning, match="takes the plain gradient: does not fit into 39.1 KiB"):
+            with pytest.warns(
+                UserWarning,
+                match="takes the plain gradient: does not fit into 39.1 KiB",
+            ):
                 opt.step()
         opt.zero_grad()
-    opt = seng.SENG(nn.Linear(500, 500), lr=0.1, strict=True, curvature=seng.Curvature(memory=500_000))
+    opt = seng.SENG(
+        nn.Linear(500, 500),
+        lr=0.1,
+        strict=True,
+        curvature=seng.Curvature(memory=500_000),
+    )
     opt.preconditioner.sites[0].members[0].module(x).square().mean().backward()
     opt.step()
-    assert opt.diagnostics()["Linear"]["form"] == "implicit"  # factors fit where a basis does not
+    assert (
+        opt.diagnostics()["Linear"]["form"] == "implicit"
+    )  # factors fit where a basis does not
 
 
 def test_a_step_like_the_last_one_sorts_nothing_again(monkeypatch):
@@ -721,7 +970,9 @@ def test_a_step_like_the_last_one_sorts_nothing_again(monkeypatch):
     calls = []
     sort = engine.sort
     monkeypatch.setattr(engine, "sort", lambda *args: calls.append(1) or sort(*args))
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)
+    )
     model[0].requires_grad_(False)
     damping = torch.tensor(0.1)
     opt = seng.SENG(model, lr=0.1, refresh_every=100, damping=damping)
@@ -733,7 +984,9 @@ def test_a_step_like_the_last_one_sorts_nothing_again(monkeypatch):
         if step == 6:
             model[4].bias.grad = None
         opt.step()
-    assert len(calls) == 4  # the first, another damping, another set of gradients and back
+    assert (
+        len(calls) == 4
+    )  # the first, another damping, another set of gradients and back
     assert opt.preconditioner.blocks[1].core[0] == 0.5
 
 

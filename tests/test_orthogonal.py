@@ -22,13 +22,20 @@ OFF = 1e14  # a damping that leaves the gradient as it is
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    layers = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 6, 2, groups=2, bias=False)
+    layers = (
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.Tanh(),
+        nn.Conv2d(4, 6, 2, groups=2, bias=False),
+    )
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(54, 3)).to(F64)
 
 
 def data(seed: int = 0) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return torch.randn(8, 2, 4, 4, generator=draw, dtype=F64), torch.randn(8, 3, generator=draw, dtype=F64)
+    return torch.randn(8, 2, 4, 4, generator=draw, dtype=F64), torch.randn(
+        8, 3, generator=draw, dtype=F64
+    )
 
 
 def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[float]:
@@ -58,38 +65,60 @@ def one_by_one(X: Tensor) -> Tensor:
     return Y
 
 
-@pytest.mark.parametrize("shape", [(2, 32, 32), (2, 32, 64), (2, 32, 65), (2, 32, 300), (1, 1, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 32, 32), (2, 32, 64), (2, 32, 65), (2, 32, 300), (1, 1, 5)], ids=str
+)
 @pytest.mark.parametrize("smallest", [1, 1e-3])
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16], ids=str)
-def test_steps_on_small_matrices_are_steps(shape: tuple[int, ...], smallest: float, dtype: torch.dtype) -> None:
+def test_steps_on_small_matrices_are_steps(
+    shape: tuple[int, ...], smallest: float, dtype: torch.dtype
+) -> None:
     """Of a long matrix, several of which are taken at once, too; and rounding does no more harm to them."""
     draw = torch.Generator().manual_seed(0)
     X = torch.randn(shape, dtype=F64, generator=draw)
-    rotation = torch.linalg.qr(torch.randn(shape[1], shape[1], dtype=F64, generator=draw)).Q
-    X = rotation @ (X * torch.logspace(0, math.log10(smallest), shape[1], dtype=F64)[:, None])
+    rotation = torch.linalg.qr(
+        torch.randn(shape[1], shape[1], dtype=F64, generator=draw)
+    ).Q
+    X = rotation @ (
+        X * torch.logspace(0, math.log10(smallest), shape[1], dtype=F64)[:, None]
+    )
     exact = one_by_one(X)
     rounding = naive.relative_error(one_by_one(X.to(dtype)), exact)
-    assert naive.relative_error(polar(X.to(dtype)), exact) < 1.5 * rounding + torch.finfo(dtype).eps * 100 * (dtype == F64)
+    assert naive.relative_error(
+        polar(X.to(dtype)), exact
+    ) < 1.5 * rounding + torch.finfo(dtype).eps * 100 * (dtype == F64)
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 9), (2, 9, 5), (1, 4, 4), (2, 1, 7)])
-def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, ...]) -> None:
+def test_singular_values_come_near_one_and_directions_stay(
+    shape: tuple[int, ...],
+) -> None:
     X = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(0))
     got = polar(X)
     values = torch.linalg.svdvals(got)
     assert values.min() > 0.6 and values.max() < 1.25
-    aligned = exact(X).mT @ got  # symmetric where the singular vectors are the same ones
+    aligned = (
+        exact(X).mT @ got
+    )  # symmetric where the singular vectors are the same ones
     torch.testing.assert_close(aligned, aligned.mT, atol=1e-9, rtol=0)
     assert torch.equal(polar(torch.zeros(1, 3, 4)), torch.zeros(1, 3, 4))
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(F64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=str)
-def test_the_scale_of_a_matrix_does_not_matter(dtype: torch.dtype, close: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "close"),
+    [(F64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.1)],
+    ids=str,
+)
+def test_the_scale_of_a_matrix_does_not_matter(
+    dtype: torch.dtype, close: float
+) -> None:
     """Nor is it squared where squares would vanish or overflow."""
     X = torch.randn(1, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
     want = polar(X.to(dtype))
     for scale in (1e-30, 1e-20, 1e20, 1e30):
-        torch.testing.assert_close(polar((scale * X).to(dtype)), want, atol=close, rtol=0)
+        torch.testing.assert_close(
+            polar((scale * X).to(dtype)), want, atol=close, rtol=0
+        )
     assert polar((1e-42 * X).to(dtype)).isfinite().all()
 
 
@@ -137,9 +166,18 @@ def test_a_row_that_is_not_read_moves_little_where_r_is_new(before: str) -> None
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float16, torch.bfloat16], ids=str)
-def test_a_row_that_is_read_once_does_not_run_away_with_much_momentum(dtype: torch.dtype) -> None:
+def test_a_row_that_is_read_once_does_not_run_away_with_much_momentum(
+    dtype: torch.dtype,
+) -> None:
     model = words(dtype)
-    opt = seng.SENG(model, 0.01, momentum=0.99, nesterov=True, orthogonal=True, curvature=seng.Curvature(form="plain"))
+    opt = seng.SENG(
+        model,
+        0.01,
+        momentum=0.99,
+        nesterov=True,
+        orthogonal=True,
+        curvature=seng.Curvature(form="plain"),
+    )
     for i in range(300):
         read(model, opt, [i % 2, 8 if i == 0 else 0])
     once = (model[0].weight - words(dtype)[0].weight)[8].abs().max()
@@ -155,10 +193,14 @@ def test_weight_decay_in_half_precision_is_that_of_float32() -> None:
         for i in range(300):
             draw = torch.Generator().manual_seed(i)
             for p in model.parameters():
-                p.grad = torch.randn(p.shape, generator=draw, dtype=torch.float32).to(dtype)
+                p.grad = torch.randn(p.shape, generator=draw, dtype=torch.float32).to(
+                    dtype
+                )
             opt.step()
         norms[dtype] = [p.float().norm() for p in model.parameters()]
-    torch.testing.assert_close(norms[torch.bfloat16], norms[torch.float32], rtol=0.1, atol=0)
+    torch.testing.assert_close(
+        norms[torch.bfloat16], norms[torch.float32], rtol=0.1, atol=0
+    )
 
 
 def test_a_learning_rate_may_be_a_tensor_of_any_shape_of_one() -> None:
@@ -180,8 +222,17 @@ def test_steps_are_counted_without_curvature_too() -> None:
     other = seng.SENG(twin, 0.01, **seng.presets.orthogonal())
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     pair = copy.deepcopy({"model": model, "opt": opt})
-    assert train(model, opt, 2) == train(twin, other, 2) == train(pair["model"], pair["opt"], 2)
-    assert opt.preconditioner.steps == other.preconditioner.steps == pair["opt"].preconditioner.steps == 5
+    assert (
+        train(model, opt, 2)
+        == train(twin, other, 2)
+        == train(pair["model"], pair["opt"], 2)
+    )
+    assert (
+        opt.preconditioner.steps
+        == other.preconditioner.steps
+        == pair["opt"].preconditioner.steps
+        == 5
+    )
 
 
 def of_one_length(X: Tensor) -> Tensor:
@@ -191,10 +242,17 @@ def of_one_length(X: Tensor) -> Tensor:
     if 1 in X.shape:  # where columns of one length would be signs
         return Q * RMS * Q.numel() ** 0.5 / Q.norm()
     lengths = Q.norm(dim=0 if m <= n else 1, keepdim=True)
-    return Q * RMS * min(m, n) ** 0.5 / lengths.clamp_min(SHORTEST * (min(m, n) / max(m, n)) ** 0.5)
+    return (
+        Q
+        * RMS
+        * min(m, n) ** 0.5
+        / lengths.clamp_min(SHORTEST * (min(m, n) / max(m, n)) ** 0.5)
+    )
 
 
-@pytest.mark.parametrize(("outputs", "blocks"), [(1, 1), (3, 1), (6, 1), (10, 1), (15, 3), (20, 1)])
+@pytest.mark.parametrize(
+    ("outputs", "blocks"), [(1, 1), (3, 1), (6, 1), (10, 1), (15, 3), (20, 1)]
+)
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_step_is_the_formula(nesterov: bool, outputs: int, blocks: int) -> None:
     """Two steps of one layer: momentum as torch has it, weight and bias one matrix, of one length, decay apart.
@@ -203,7 +261,15 @@ def test_a_step_is_the_formula(nesterov: bool, outputs: int, blocks: int) -> Non
     """
     layer = nn.Linear(5, outputs).to(F64)
     W = torch.cat([layer.weight, layer.bias[:, None]], 1).detach().clone()
-    opt = seng.SENG(layer, 0.1, momentum=0.8, nesterov=nesterov, weight_decay=0.01, damping=OFF, orthogonal=True)
+    opt = seng.SENG(
+        layer,
+        0.1,
+        momentum=0.8,
+        nesterov=nesterov,
+        weight_decay=0.01,
+        damping=OFF,
+        orthogonal=True,
+    )
     m = torch.zeros_like(W)
     for i in range(2):
         x, target = torch.randn(7, 5, dtype=F64), torch.randn(7, outputs, dtype=F64)
@@ -230,14 +296,23 @@ def test_a_step_is_the_formula(nesterov: bool, outputs: int, blocks: int) -> Non
     ],
     ids=["grouped", "transposed", "four columns a channel", "one channel each"],
 )
-def test_steps_of_other_layers(layer: nn.Module, rows: Callable[[Tensor], Tensor], last: bool) -> None:
+def test_steps_of_other_layers(
+    layer: nn.Module, rows: Callable[[Tensor], Tensor], last: bool
+) -> None:
     """Thirds of a matrix, and of every group, that is three times as tall as wide; single rows."""
     layer = copy.deepcopy(layer).to(F64)
     layer = layer.to(memory_format=torch.channels_last) if last else layer
     W = rows(layer.weight).detach().clone()
     opt = seng.SENG(layer, 0.1, damping=OFF, orthogonal=True)
     layer(torch.randn(5, layer.in_channels, 3, 3, dtype=F64)).square().mean().backward()
-    Q = torch.cat([of_one_length(part) for part in rows(layer.weight.grad).split(1 if layer.groups == 4 else W.shape[1])])
+    Q = torch.cat(
+        [
+            of_one_length(part)
+            for part in rows(layer.weight.grad).split(
+                1 if layer.groups == 4 else W.shape[1]
+            )
+        ]
+    )
     opt.step()
     assert naive.relative_error(rows(layer.weight), W - 0.1 * Q) < 1e-9
 
@@ -245,14 +320,29 @@ def test_steps_of_other_layers(layer: nn.Module, rows: Callable[[Tensor], Tensor
 def assorted() -> nn.Module:
     """Odd sizes, wide and tall, with and without a bias, thirds, and groups, one of them transposed."""
     torch.manual_seed(0)
-    layers = nn.Linear(5, 15), nn.Linear(15, 7), nn.Linear(7, 30, bias=False), nn.Unflatten(1, (6, 5))
-    return nn.Sequential(*layers, nn.Conv1d(6, 4, 3, groups=2), nn.ConvTranspose1d(4, 3, 2), nn.Flatten(), nn.Linear(12, 12))
+    layers = (
+        nn.Linear(5, 15),
+        nn.Linear(15, 7),
+        nn.Linear(7, 30, bias=False),
+        nn.Unflatten(1, (6, 5)),
+    )
+    return nn.Sequential(
+        *layers,
+        nn.Conv1d(6, 4, 3, groups=2),
+        nn.ConvTranspose1d(4, 3, 2),
+        nn.Flatten(),
+        nn.Linear(12, 12),
+    )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "least", "most"), [(F64, 0, 1e-12), (torch.float32, 0, 1e-4), (torch.bfloat16, 1e-4, 0.05)], ids=str
+    ("dtype", "least", "most"),
+    [(F64, 0, 1e-12), (torch.float32, 0, 1e-4), (torch.bfloat16, 1e-4, 0.05)],
+    ids=str,
 )
-def test_matrices_filled_up_with_zeros_step_as_each_by_itself(dtype: torch.dtype, least: float, most: float) -> None:
+def test_matrices_filled_up_with_zeros_step_as_each_by_itself(
+    dtype: torch.dtype, least: float, most: float
+) -> None:
     """As on a GPU, where those of several sizes are worked out at once, and in bfloat16."""
     model = assorted()
     ends = []
@@ -261,16 +351,27 @@ def test_matrices_filled_up_with_zeros_step_as_each_by_itself(dtype: torch.dtype
         opt = seng.SENG(each, 0.1, **seng.presets.orthogonal(weight_decay=0.0))
         layers = opt._layers_of(0, list(each.parameters()))
         if filled:
-            layers.stacks = stacks_of([part for stack in layers.stacks for part in stack.parts], fill=True)
+            layers.stacks = stacks_of(
+                [part for stack in layers.stacks for part in stack.parts], fill=True
+            )
             assert len(layers.stacks) == 1
             layers.stacks = [Stack(layers.stacks[0].parts, dtype)]
-            assert dtype != torch.bfloat16 or all(side % 8 == 0 for side in layers.stacks[0].size[1:])
+            assert dtype != torch.bfloat16 or all(
+                side % 8 == 0 for side in layers.stacks[0].size[1:]
+            )
         for _ in range(2):
             for i, p in enumerate(each.parameters()):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+                p.grad = torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(i)
+                )
             opt.step()
         assert opt._layers_of(0, list(each.parameters())) is layers
-        ends.append([p.detach() - start.detach() for p, start in zip(each.parameters(), model.parameters(), strict=True)])
+        ends.append(
+            [
+                p.detach() - start.detach()
+                for p, start in zip(each.parameters(), model.parameters(), strict=True)
+            ]
+        )
     errors = [naive.relative_error(got, want) for want, got in zip(*ends, strict=True)]
     assert min(errors) >= least and max(errors) < most
 
@@ -278,13 +379,20 @@ def test_matrices_filled_up_with_zeros_step_as_each_by_itself(dtype: torch.dtype
 @pytest.mark.parametrize(
     ("sizes", "stacks"),
     [
-        ([(3000, 3000), (30, 40), (8, 200_000), (20, 21)], [(1, 3000, 3000), (1, 8, 200_000), (2, 30, 40)]),
+        (
+            [(3000, 3000), (30, 40), (8, 200_000), (20, 21)],
+            [(1, 3000, 3000), (1, 8, 200_000), (2, 30, 40)],
+        ),
         ([(900, 900), (1000, 1000), (1100, 1100)], [(2, 1000, 1000), (1, 1100, 1100)]),
     ],
     ids=["mostly zeros", "too much work"],
 )
-def test_what_is_large_is_not_filled_up(sizes: list[tuple[int, int]], stacks: list[tuple[int, int, int]]) -> None:
-    layers = nn.Sequential(*(nn.Linear(n, m, bias=False, device="meta") for m, n in sizes))
+def test_what_is_large_is_not_filled_up(
+    sizes: list[tuple[int, int]], stacks: list[tuple[int, int, int]]
+) -> None:
+    layers = nn.Sequential(
+        *(nn.Linear(n, m, bias=False, device="meta") for m, n in sizes)
+    )
     opt = seng.SENG(layers, 0.1, **seng.presets.orthogonal())
     assert opt.preconditioner is not None
     parts = [(site, site.segments) for site in opt.preconditioner.sites]
@@ -295,7 +403,9 @@ def test_an_input_that_is_nearly_always_zero_is_not_stepped_along_as_far() -> No
     """What a polar factor has of it is rounding, or chance: a thousandth of the usual is a hundredth of its step."""
     layer = nn.Linear(40, 4, bias=False).to(F64)
     before = layer.weight.detach().clone()
-    layer.weight.grad = torch.randn(4, 40, dtype=F64, generator=torch.Generator().manual_seed(0))
+    layer.weight.grad = torch.randn(
+        4, 40, dtype=F64, generator=torch.Generator().manual_seed(0)
+    )
     layer.weight.grad[:, 0] *= 1e-3
     layer.weight.grad[:, 1] = 0
     seng.SENG(layer, 1.0, **seng.presets.orthogonal(weight_decay=0.0)).step()
@@ -316,15 +426,30 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:seng. these parameters take the plain gradient")
-def test_what_is_no_matrix_takes_the_step_of_adam_and_what_is_no_layer_that_of_sgd() -> None:
-    model = nn.Sequential(nn.Embedding(5, 4), Scaled(), nn.LayerNorm(4), nn.Linear(4, 2)).to(F64)
+def test_what_is_no_matrix_takes_the_step_of_adam_and_what_is_no_layer_that_of_sgd() -> (
+    None
+):
+    model = nn.Sequential(
+        nn.Embedding(5, 4), Scaled(), nn.LayerNorm(4), nn.Linear(4, 2)
+    ).to(F64)
     before = copy.deepcopy(model)
-    opt = seng.SENG(model, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1, damping=OFF, orthogonal=True)
+    opt = seng.SENG(
+        model,
+        0.1,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=0.1,
+        damping=OFF,
+        orthogonal=True,
+    )
     table, scale, weight, bias, *_ = [p.detach().clone() for p in before.parameters()]
     state = [(p, torch.zeros_like(p), None) for p in (table, weight, bias)]
     for i in range(3):
         draw = torch.Generator().manual_seed(i)
-        x, target = torch.randint(5, (6, 3), generator=draw), torch.randn(6, 3, 2, generator=draw, dtype=F64)
+        x, target = (
+            torch.randint(5, (6, 3), generator=draw),
+            torch.randn(6, 3, 2, generator=draw, dtype=F64),
+        )
         opt.zero_grad()
         naive.loss_of(model(x), target).backward()
         grads = [p.grad.clone() for p in model.parameters()]
@@ -335,9 +460,19 @@ def test_what_is_no_matrix_takes_the_step_of_adam_and_what_is_no_layer_that_of_s
         for (p, m, v), g in zip(state, (grads[0], *grads[2:4]), strict=True):
             m = 0.9 * m + g
             v = g**2 if v is None else 0.95 * v + 0.05 * g**2
-            after.append((p - 0.1 * (ELEMENT * 0.1 * (g + 0.9 * m) / (v.sqrt() + 1e-15) + 0.1 * p), m, v))
+            after.append(
+                (
+                    p
+                    - 0.1
+                    * (ELEMENT * 0.1 * (g + 0.9 * m) / (v.sqrt() + 1e-15) + 0.1 * p),
+                    m,
+                    v,
+                )
+            )
         state = after
-        for got, (p, *_) in zip((model[0].weight, model[2].weight, model[2].bias), state, strict=True):
+        for got, (p, *_) in zip(
+            (model[0].weight, model[2].weight, model[2].bias), state, strict=True
+        ):
             torch.testing.assert_close(got.detach(), p, atol=1e-12, rtol=1e-9)
         if i == 0:
             torch.testing.assert_close(model[1].scale.detach(), scale)
@@ -348,12 +483,22 @@ def test_memory_format_and_transposed_layers_do_not_matter() -> None:
     models = []
     for form in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
-        layers = nn.Conv2d(3, 4, 3), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2), nn.Conv2d(2, 6, (1, 2), groups=2), nn.Flatten()
+        layers = (
+            nn.Conv2d(3, 4, 3),
+            nn.Tanh(),
+            nn.ConvTranspose2d(4, 2, 2),
+            nn.Conv2d(2, 6, (1, 2), groups=2),
+            nn.Flatten(),
+        )
         model = nn.Sequential(*layers).to(F64).to(memory_format=form)
-        opt = seng.SENG(model, 0.1, orthogonal=True, curvature=seng.Curvature(form="plain"))
+        opt = seng.SENG(
+            model, 0.1, orthogonal=True, curvature=seng.Curvature(form="plain")
+        )
         for i in range(3):
             opt.zero_grad()
-            x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(i), dtype=F64)
+            x = torch.randn(
+                8, 3, 5, 5, generator=torch.Generator().manual_seed(i), dtype=F64
+            )
             model(x.to(memory_format=form)).square().mean().backward()
             opt.step()
         models.append(model)
@@ -361,13 +506,21 @@ def test_memory_format_and_transposed_layers_do_not_matter() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
-def test_without_curvature_nothing_is_captured_and_the_direction_is_the_gradient() -> None:
+def test_without_curvature_nothing_is_captured_and_the_direction_is_the_gradient() -> (
+    None
+):
     model, other = network(), network()
     none = seng.Curvature(form="plain")
-    opt, sgd = seng.SENG(model, 0.01, curvature=none), torch.optim.SGD(other.parameters(), 0.01, momentum=0.9)
+    opt, sgd = (
+        seng.SENG(model, 0.01, curvature=none),
+        torch.optim.SGD(other.parameters(), 0.01, momentum=0.9),
+    )
     assert train(model, opt, 4) == train(other, sgd, 4)
     assert not opt.refresh_due and opt.last_refresh is None
-    assert all((row["form"], row["why"]) == ("plain", "form='plain': no curvature") for row in opt.diagnostics().values())
+    assert all(
+        (row["form"], row["why"]) == ("plain", "form='plain': no curvature")
+        for row in opt.diagnostics().values()
+    )
     again = seng.SENG(network(), 0.01, curvature=none)
     again.load_state_dict(opt.state_dict())
     assert "no curvature" in str(seng.explain(model, data()[0], curvature=none))
@@ -392,9 +545,13 @@ def test_a_table_that_a_linear_layer_shares_is_no_matrix() -> None:
     model = Tied().to(F64)
     before = model.table.weight.detach().clone()
     opt = seng.SENG(model, 0.1, momentum=0.0, damping=OFF, orthogonal=True)
-    naive.loss_of(model(torch.randint(7, (6, 3))), torch.randn(6, 3, 7, dtype=F64)).backward()
+    naive.loss_of(
+        model(torch.randint(7, (6, 3))), torch.randn(6, 3, 7, dtype=F64)
+    ).backward()
     opt.step()
-    torch.testing.assert_close(before - model.table.weight, 0.1 * ELEMENT * model.table.weight.grad.sign())
+    torch.testing.assert_close(
+        before - model.table.weight, 0.1 * ELEMENT * model.table.weight.grad.sign()
+    )
 
 
 def test_half_precision_does_not_overflow() -> None:
@@ -406,12 +563,19 @@ def test_half_precision_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    "curvature", [seng.Curvature(), seng.Curvature(base="kronecker"), seng.Curvature(base="kronecker", rank=0)]
+    "curvature",
+    [
+        seng.Curvature(),
+        seng.Curvature(base="kronecker"),
+        seng.Curvature(base="kronecker", rank=0),
+    ],
 )
 def test_it_trains_with_every_base(curvature: seng.Curvature) -> None:
     model = network()
     opt = seng.SENG(model, 0.2, refresh_every=3, curvature=curvature, orthogonal=True)
-    schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, 60)  # steps of one length need one to come to rest
+    schedule = torch.optim.lr_scheduler.LinearLR(
+        opt, 1.0, 0.0, 60
+    )  # steps of one length need one to come to rest
     losses = []
     for _ in range(30):
         losses += train(model, opt, 2)
@@ -425,12 +589,21 @@ def test_groups_choose_and_may_share_a_layer() -> None:
     model, sgd_model = network(), network()
     bias = [p for name, p in model.named_parameters() if name.endswith("bias")]
     rest = [p for p in model.parameters() if all(p is not b for b in bias)]
-    groups = [{"params": rest, "orthogonal": True}, {"params": bias, "weight_decay": 0.0}]
+    groups = [
+        {"params": rest, "orthogonal": True},
+        {"params": bias, "weight_decay": 0.0},
+    ]
     opt = seng.SENG(groups, 0.1, module=model, damping=OFF)
     sgd = torch.optim.SGD(sgd_model.parameters(), 0.1, momentum=0.9)
     train(model, opt, 1)
     train(sgd_model, sgd, 1)
-    pairs = dict(zip(dict(model.named_parameters()), zip(model.parameters(), sgd_model.parameters(), strict=True), strict=True))
+    pairs = dict(
+        zip(
+            dict(model.named_parameters()),
+            zip(model.parameters(), sgd_model.parameters(), strict=True),
+            strict=True,
+        )
+    )
     for name, (p, q) in pairs.items():
         assert torch.allclose(p, q, rtol=1e-9) == name.endswith("bias"), name
 
@@ -438,7 +611,9 @@ def test_groups_choose_and_may_share_a_layer() -> None:
 def test_maximize_and_a_tensor_lr() -> None:
     plain, other = network(), network()
     train(plain, seng.SENG(plain, 0.02, orthogonal=True), 5)
-    opt = seng.SENG(other, torch.tensor(0.02, dtype=F64), orthogonal=True, maximize=True)
+    opt = seng.SENG(
+        other, torch.tensor(0.02, dtype=F64), orthogonal=True, maximize=True
+    )
     for i in range(5):
         x, target = data(i % 2)
         opt.zero_grad()
@@ -459,7 +634,10 @@ def test_state_goes_on_and_old_checkpoints_load() -> None:
     twin.load_state_dict(state)
     train(model, opt, 4)
     train(other, twin, 4)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True)
+    )
     for group in state["param_groups"]:
         del group["orthogonal"]
     twin.load_state_dict(state)
@@ -474,7 +652,9 @@ def test_it_can_be_switched_while_training() -> None:
     before = copy.deepcopy(model)
     train(model, opt, 1)
     moved = (before[5].weight - model[5].weight).detach()
-    values = torch.linalg.svdvals(torch.cat([moved, (before[5].bias - model[5].bias).detach()[:, None]], 1))
+    values = torch.linalg.svdvals(
+        torch.cat([moved, (before[5].bias - model[5].bias).detach()[:, None]], 1)
+    )
     assert values.max() / values.min() < 2
 
 
@@ -498,7 +678,9 @@ def test_what_is_refused() -> None:
     with pytest.warns(UserWarning, match="no module was given"):
         plain = seng.SENG([nn.Parameter(torch.ones(2, 2))], 0.1)
     with pytest.raises(ValueError, match="about the layers' matrices"):
-        plain.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "orthogonal": True})
+        plain.add_param_group(
+            {"params": [nn.Parameter(torch.ones(2, 2))], "orthogonal": True}
+        )
     assert len(plain.param_groups) == 1
     state = plain.state_dict()
     state["param_groups"][0]["orthogonal"] = True
@@ -528,11 +710,18 @@ def test_a_gpu_steps_as_a_cpu_does() -> None:
         torch.testing.assert_close(p, q.cpu(), rtol=1e-6, atol=1e-9)
 
 
-def eventful(model: nn.Module, opt: seng.SENG, lr: float | Tensor, dtype: torch.dtype) -> None:
+def eventful(
+    model: nn.Module, opt: seng.SENG, lr: float | Tensor, dtype: torch.dtype
+) -> None:
     """Twenty-four steps in which everything changes that a recording could have taken for granted."""
     (group,) = opt.param_groups
     for i in range(24):
-        changes = {4: {"lr": 0.5 * lr}, 7: {"momentum": 0.0}, 10: {"momentum": 0.7}, 13: {"weight_decay": 0.0}}
+        changes = {
+            4: {"lr": 0.5 * lr},
+            7: {"momentum": 0.0},
+            10: {"momentum": 0.7},
+            13: {"weight_decay": 0.0},
+        }
         group |= changes.get(i, {}) | ({"maximize": i == 16, "nesterov": i != 19})
         if i == 11:
             for p in model.parameters():
@@ -550,7 +739,11 @@ def eventful(model: nn.Module, opt: seng.SENG, lr: float | Tensor, dtype: torch.
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("dtype", "close"), [(F64, 1e-10), (torch.float32, 1e-3), (torch.bfloat16, 0.05)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "close"),
+    [(F64, 1e-10), (torch.float32, 1e-3), (torch.bfloat16, 0.05)],
+    ids=str,
+)
 @pytest.mark.parametrize("tensor", [False, True])
 def test_recorded_steps_are_those_one_by_one(
     dtype: torch.dtype, close: float, tensor: bool, monkeypatch: pytest.MonkeyPatch
@@ -563,13 +756,19 @@ def test_recorded_steps_are_those_one_by_one(
         lr: float | Tensor = torch.tensor(0.02, device="cuda") if tensor else 0.02
         opt = seng.SENG(model, lr, **seng.presets.orthogonal())
         eventful(model, opt, lr, dtype)
-        ends.append(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
-        assert any(layers.graph is not None for layers in opt._layers.values()) == records
+        ends.append(
+            torch.cat([p.detach().double().flatten() for p in model.parameters()])
+        )
+        assert (
+            any(layers.graph is not None for layers in opt._layers.values()) == records
+        )
     assert ends[0].isfinite().all() and naive.relative_error(*ends) < close
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_where_a_recording_does_not_fit_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_recording_does_not_fit_steps_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stepped = Stack.step
 
     def full(self: Stack, *args: Any) -> None:
@@ -582,27 +781,39 @@ def test_where_a_recording_does_not_fit_steps_go_on(monkeypatch: pytest.MonkeyPa
     opt = seng.SENG(model, 0.02, **seng.presets.orthogonal())
     eventful(model, opt, 0.02, F64)
     assert all(p.isfinite().all() for p in model.parameters())
-    assert not any(layers.records for layers in opt._layers.values() if layers.key is not None)
+    assert not any(
+        layers.records for layers in opt._layers.values() if layers.key is not None
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_kernels_take_the_steps_that_torch_takes(nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_take_the_steps_that_torch_takes(
+    nesterov: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients come from the same places, then from others, then from these again."""
     ends = []
     for fuses in (True, False):
         if not fuses:
             monkeypatch.setattr(Stack, "fuses", lambda *_: False)
         model = assorted().float().cuda()
-        opt = seng.SENG(model, 0.1, **seng.presets.orthogonal() | {"nesterov": nesterov})
+        opt = seng.SENG(
+            model, 0.1, **seng.presets.orthogonal() | {"nesterov": nesterov}
+        )
         stays = [torch.empty_like(p) for p in model.parameters()]
         for i in range(12):
             for p, place in zip(model.parameters(), stays, strict=True):
-                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float32).cuda()
+                g = torch.randn(
+                    p.shape,
+                    generator=torch.Generator().manual_seed(i),
+                    dtype=torch.float32,
+                ).cuda()
                 p.grad = place.copy_(g) if i < 5 or i > 8 else g
             opt.step()
             (layers,) = opt._layers.values()
-            assert bool(layers.places) == (i >= 5) and (layers.graph is not None) == (i > 0)
+            assert bool(layers.places) == (i >= 5) and (layers.graph is not None) == (
+                i > 0
+            )
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert naive.relative_error(*ends) < 2e-3
 
@@ -620,12 +831,22 @@ def test_a_recording_that_is_interrupted_leaves_none_behind(
         stays = [torch.empty_like(p) for p in model.parameters()]
         for i in range(9):
             for p, place in zip(model.parameters(), stays, strict=True):
-                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float32).cuda()
+                g = torch.randn(
+                    p.shape,
+                    generator=torch.Generator().manual_seed(i),
+                    dtype=torch.float32,
+                ).cuda()
                 p.grad = place.copy_(g) if i < 5 else g
             if interrupted and i == 5:
                 with monkeypatch.context() as patch:
-                    patch.setattr(Orthogonal, "_record", lambda *_: (_ for _ in ()).throw(error()))
-                    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
+                    patch.setattr(
+                        Orthogonal, "_record", lambda *_: (_ for _ in ()).throw(error())
+                    )
+                    with (
+                        pytest.raises(KeyboardInterrupt)
+                        if error is KeyboardInterrupt
+                        else nullcontext()
+                    ):
                         opt.step()
                 if error is torch.OutOfMemoryError:
                     continue

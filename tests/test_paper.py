@@ -30,7 +30,9 @@ def layer():
     out = layer(x)
     (grad,) = torch.autograd.grad(naive.loss_of(out, target), out)
     u = naive.per_sample_gradients(layer, x, target)
-    G, A = kind_of(layer).rule(layer, x, RHO * grad)  # with a mean loss u_i = ϱ × the captured gradient
+    G, A = kind_of(layer).rule(
+        layer, x, RHO * grad
+    )  # with a mean loss u_i = ϱ × the captured gradient
     return layer, x, target, u, Implicit(G[:, None], A[:, None])
 
 
@@ -46,9 +48,29 @@ def g(layer):
 
 
 def solve(U, g, form="explicit", sketch=None, rank=1000, combine="exact", seed=0):
-    curvature = seng.Curvature(form=form, sketch=sketch, rank=rank, combine=combine, decay=0, relative_damping=False)
+    curvature = seng.Curvature(
+        form=form,
+        sketch=sketch,
+        rank=rank,
+        combine=combine,
+        decay=0,
+        relative_damping=False,
+    )
     plan = Plan(Dims("layer", U.shape, KAPPA, U.samples, None, 8), form, rank, "")
-    (block,) = build([Job(U, plan, LAM, False, None, lambda: torch.Generator().manual_seed(seed), nullcontext())], curvature)
+    (block,) = build(
+        [
+            Job(
+                U,
+                plan,
+                LAM,
+                False,
+                None,
+                lambda: torch.Generator().manual_seed(seed),
+                nullcontext(),
+            )
+        ],
+        curvature,
+    )
     return block, block.solve(g, LAM) / LAM
 
 
@@ -71,7 +93,10 @@ def test_eq_03_grad_back(layer):
     _, _, _, u, factors = layer
     for i in range(RHO):
         torch.testing.assert_close(mat(u[i]), factors.G[i, 0] @ factors.A[i, 0].T)
-        by_columns = sum(torch.kron(factors.A[i, 0, :, j], factors.G[i, 0, :, j]) for j in range(KAPPA))
+        by_columns = sum(
+            torch.kron(factors.A[i, 0, :, j], factors.G[i, 0, :, j])
+            for j in range(KAPPA)
+        )
         torch.testing.assert_close(vec(mat(u[i])), by_columns)
 
 
@@ -107,11 +132,15 @@ def test_eq_07_dk_is_block_diagonal():
         u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
         want.append(naive.dense_direction(naive.fisher(u), u.mean(0), LAM))
     curvature = seng.Curvature(decay=0, relative_damping=False, rank=100)
-    opt = seng.SENG(model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=curvature)
+    opt = seng.SENG(
+        model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=curvature
+    )
     before = naive.flat([p.detach().clone() for p in model.parameters()])
     naive.loss_of(model(x), target).backward()
     opt.step()
-    torch.testing.assert_close(before - naive.flat([p.detach() for p in model.parameters()]), torch.cat(want))
+    torch.testing.assert_close(
+        before - naive.flat([p.detach() for p in model.parameters()]), torch.cat(want)
+    )
 
 
 def test_eq_08_inversion(U, g):
@@ -124,13 +153,17 @@ def test_eq_09_sol_ls_1(U, g):
     dense = U.explicit().U
     block, _ = solve(U, g)
     b = block.factor(LAM)[1] @ block.Xi.rmv(g)
-    torch.testing.assert_close(b, torch.linalg.solve(LAM * torch.eye(RHO) + dense.T @ dense, dense.T @ g))
+    torch.testing.assert_close(
+        b, torch.linalg.solve(LAM * torch.eye(RHO) + dense.T @ dense, dense.T @ g)
+    )
 
 
 def test_eq_10_least_square_1(U, g):
     """b minimises ‖Ub − g‖² + λ‖b‖²: it is the least-squares solution of the stacked system."""
     stacked = torch.cat([U.explicit().U, LAM**0.5 * torch.eye(RHO)])
-    b = torch.linalg.lstsq(stacked, torch.cat([g, torch.zeros(RHO)])[:, None]).solution[:, 0]
+    b = torch.linalg.lstsq(stacked, torch.cat([g, torch.zeros(RHO)])[:, None]).solution[
+        :, 0
+    ]
     block, _ = solve(U, g)
     torch.testing.assert_close(block.factor(LAM)[1] @ block.Xi.rmv(g), b)
 
@@ -140,7 +173,9 @@ def test_eq_11_least_square_2(U, g, sketch):
     block, _ = solve(U, g, sketch=sketch)
     Xi, xi = block.omega(U.explicit().U), block.omega(g)
     stacked = torch.cat([Xi, LAM**0.5 * torch.eye(RHO)])
-    b = torch.linalg.lstsq(stacked, torch.cat([xi, torch.zeros(RHO)])[:, None]).solution[:, 0]
+    b = torch.linalg.lstsq(
+        stacked, torch.cat([xi, torch.zeros(RHO)])[:, None]
+    ).solution[:, 0]
     torch.testing.assert_close(block.factor(LAM)[1] @ block.Xi.rmv(xi), b)
 
 
@@ -156,9 +191,16 @@ def test_eq_12_sol_ls_2(U, g, sketch):
 def test_eq_13_sketch_direc(U, g, sketch):
     block, d = solve(U, g, sketch=sketch)
     dense, Omega = U.explicit().U, block.omega(torch.eye(U.n))
-    b = torch.linalg.inv(LAM * torch.eye(RHO) + (Omega @ dense).T @ (Omega @ dense)) @ (Omega @ dense).T @ (Omega @ g)
+    b = (
+        torch.linalg.inv(LAM * torch.eye(RHO) + (Omega @ dense).T @ (Omega @ dense))
+        @ (Omega @ dense).T
+        @ (Omega @ g)
+    )
     torch.testing.assert_close(d, g / LAM - dense @ b / LAM)
-    torch.testing.assert_close(d, torch.linalg.solve(LAM * torch.eye(U.n) + dense @ dense.T @ Omega.T @ Omega, g))
+    torch.testing.assert_close(
+        d,
+        torch.linalg.solve(LAM * torch.eye(U.n) + dense @ dense.T @ Omega.T @ Omega, g),
+    )
 
 
 def test_eq_14_sketch_mat(U):
@@ -182,7 +224,9 @@ def test_eq_15_ApproximationGA(layer):
     for i in range(RHO):
         smaller = factors.G[i, 0]  # n_G < n_A
         V = torch.linalg.svd(smaller).Vh[:2].T
-        torch.testing.assert_close(two.G[i, 0] @ two.A[i, 0].T, smaller @ V @ V.T @ factors.A[i, 0].T)
+        torch.testing.assert_close(
+            two.G[i, 0] @ two.A[i, 0].T, smaller @ V @ V.T @ factors.A[i, 0].T
+        )
 
 
 def test_eq_16_storeAG(layer):
@@ -209,7 +253,10 @@ def test_eq_17_sketchedAG(U, sketched):
 
 def test_eq_18_computeUtz(U):
     z = torch.randn(U.n)
-    want = [sum(U.G[i, 0, :, j] @ mat(z) @ U.A[i, 0, :, j] for j in range(KAPPA)) for i in range(RHO)]
+    want = [
+        sum(U.G[i, 0, :, j] @ mat(z) @ U.A[i, 0, :, j] for j in range(KAPPA))
+        for i in range(RHO)
+    ]
     torch.testing.assert_close(U.rmv(z), torch.stack(want))
     torch.testing.assert_close(U.rmv(z), U.explicit().U.T @ z)
 
@@ -218,7 +265,10 @@ def test_eq_19_implicit_sketching_2(U, sketched):
     omega, Omega_G, Omega_A = sketched
     z = torch.randn(U.n)
     Xi_z = Omega_G @ mat(z) @ Omega_A.T
-    want = [((Xi_z.T @ (Omega_G @ U.G[i, 0])) * (Omega_A @ U.A[i, 0])).sum() for i in range(RHO)]
+    want = [
+        ((Xi_z.T @ (Omega_G @ U.G[i, 0])) * (Omega_A @ U.A[i, 0])).sum()
+        for i in range(RHO)
+    ]
     torch.testing.assert_close(omega.of(U).rmv(omega(z)), torch.stack(want))
 
 
@@ -230,7 +280,12 @@ def test_eq_20_UtUapprox1(U):
 def test_eq_21_UtUapprox2(U, sketched):
     omega, Omega_G, Omega_A = sketched
     Xi_G, Xi_A = Omega_G @ U.G[:, 0], Omega_A @ U.A[:, 0]
-    want = torch.tensor([[((Xi_A[i].T @ Xi_A[j]) * (Xi_G[i].T @ Xi_G[j])).sum() for j in range(RHO)] for i in range(RHO)])
+    want = torch.tensor(
+        [
+            [((Xi_A[i].T @ Xi_A[j]) * (Xi_G[i].T @ Xi_G[j])).sum() for j in range(RHO)]
+            for i in range(RHO)
+        ]
+    )
     torch.testing.assert_close(omega.of(U).gram(), want)
     torch.testing.assert_close(omega.of(U).gram_by_factors(), want)
 
@@ -239,7 +294,9 @@ def test_eq_22_approx_2(layer):
     """The implicit formulas print u_i; U's columns are u_i/√ϱ, and so is what our Uc sums."""
     _, _, _, u, factors = layer
     c = torch.randn(RHO)
-    torch.testing.assert_close(factors.scaled(RHO**-0.5).mv(c), sum(c[i] * u[i] for i in range(RHO)) / RHO**0.5)
+    torch.testing.assert_close(
+        factors.scaled(RHO**-0.5).mv(c), sum(c[i] * u[i] for i in range(RHO)) / RHO**0.5
+    )
 
 
 def test_eq_23_approx_3(U):
@@ -259,14 +316,24 @@ def test_eq_24_implicit_dir(U, g, combine):
     Uc = Independent(U.G, U.A).mv(b) if combine == "independent" else U.mv(b)
     torch.testing.assert_close(d, g / LAM - Uc / LAM)
     flat = torch.kron(block.omega.G(torch.eye(N_G)), block.omega.A(torch.eye(N_A)))
-    torch.testing.assert_close(Xi.gram(), (flat @ U.explicit().U).T @ (flat @ U.explicit().U))
+    torch.testing.assert_close(
+        Xi.gram(), (flat @ U.explicit().U).T @ (flat @ U.explicit().U)
+    )
 
 
 def test_algorithm_1_between_refreshes_keeps_U(layer):
     """k mod T ≠ 0: U stays that of the last refresh, and only the gradient is new."""
     model, x, target, u, _ = layer
     curvature = seng.Curvature(form="explicit", decay=0, relative_damping=False)
-    opt = seng.SENG(model, lr=0.1, momentum=0.0, damping=LAM, units="paper", refresh_every=3, curvature=curvature)
+    opt = seng.SENG(
+        model,
+        lr=0.1,
+        momentum=0.0,
+        damping=LAM,
+        units="paper",
+        refresh_every=3,
+        curvature=curvature,
+    )
     for step in range(5):
         u = naive.per_sample_gradients(model, x, target)
         if step % 3 == 0:
@@ -276,7 +343,9 @@ def test_algorithm_1_between_refreshes_keeps_U(layer):
         naive.loss_of(model(x), target).backward()
         opt.step()
         want = naive.dense_direction(M, u.mean(0), LAM)
-        torch.testing.assert_close((before - model.weight.detach()).flatten(), 0.1 * want)
+        torch.testing.assert_close(
+            (before - model.weight.detach()).flatten(), 0.1 * want
+        )
 
 
 @pytest.mark.parametrize("k", range(1, 7))
@@ -292,7 +361,10 @@ def test_merged_truncation_is_within_its_bound(U, k):
 
 def test_implicit_direction_error_falls_with_the_rank(U, g):
     exact = solve(U, g)[1]
-    errors = [naive.relative_error(solve(U, g, "implicit", rank=r)[1], exact) for r in range(1, KAPPA + 1)]
+    errors = [
+        naive.relative_error(solve(U, g, "implicit", rank=r)[1], exact)
+        for r in range(1, KAPPA + 1)
+    ]
     assert errors[0] > errors[1] > errors[2]
     assert errors[2] < 1e-12
 
@@ -304,7 +376,15 @@ def test_both_units_agree_at_constant_damping(layer):
         copy = nn.Linear(N_A, N_G, bias=False)
         copy.load_state_dict(model.state_dict())
         curvature = seng.Curvature(decay=0, relative_damping=False, rank=100)
-        opt = seng.SENG(copy, lr=lr, weight_decay=decay, damping=LAM, units=units, curvature=curvature, refresh_every=2)
+        opt = seng.SENG(
+            copy,
+            lr=lr,
+            weight_decay=decay,
+            damping=LAM,
+            units=units,
+            curvature=curvature,
+            refresh_every=2,
+        )
         for _ in range(6):
             opt.zero_grad()
             naive.loss_of(copy(x), target).backward()

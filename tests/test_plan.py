@@ -28,14 +28,18 @@ def explanation():
 
 @pytest.mark.parametrize("case", TABLE_1)
 def test_explain_reproduces_table_1(explanation, case):
-    found = {(p.dims.n, p.dims.n_G, p.dims.n_A, p.dims.kappa): p for p in explanation.plans}
+    found = {
+        (p.dims.n, p.dims.n_G, p.dims.n_A, p.dims.kappa): p for p in explanation.plans
+    }
     dims, form = TABLE_1[case]
     assert dims in found
     assert paper_form(found[dims].dims)[0] == form
 
 
 def test_explain_of_resnet50_covers_everything(explanation):
-    assert len(explanation.plans) == 53 + 53 + 1  # convolutions, norms, the linear layer
+    assert (
+        len(explanation.plans) == 53 + 53 + 1
+    )  # convolutions, norms, the linear layer
     assert sum(p.dims.n for p in explanation.plans) == 25_557_032
     assert not explanation.uncovered
     text = str(explanation)
@@ -43,7 +47,9 @@ def test_explain_of_resnet50_covers_everything(explanation):
 
 
 def test_explain_changes_nothing():
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)
+    )
     model[2].eval()
     before = copy.deepcopy(model.state_dict())
     stream = torch.get_rng_state()
@@ -100,10 +106,26 @@ def forms(curvature, *dims, budget=None):
 
 def test_the_rules_of_the_automatic_plan():
     accumulate, replace = seng.Curvature(rank=16), seng.Curvature(rank=16, decay=0)
-    assert forms(accumulate, LARGE, SMALL, NORM, WORDS) == ["merged", "merged", "merged", "lookup"]
-    assert forms(replace, LARGE, SMALL, NORM, WORDS) == ["merged", "merged", "explicit", "lookup"]
-    assert forms(seng.Curvature(rank=256, decay=0), LARGE, SMALL) == ["implicit", "explicit"]
-    assert forms(seng.Curvature(combine="independent"), LARGE, SMALL) == ["implicit", "explicit"]
+    assert forms(accumulate, LARGE, SMALL, NORM, WORDS) == [
+        "merged",
+        "merged",
+        "merged",
+        "lookup",
+    ]
+    assert forms(replace, LARGE, SMALL, NORM, WORDS) == [
+        "merged",
+        "merged",
+        "explicit",
+        "lookup",
+    ]
+    assert forms(seng.Curvature(rank=256, decay=0), LARGE, SMALL) == [
+        "implicit",
+        "explicit",
+    ]
+    assert forms(seng.Curvature(combine="independent"), LARGE, SMALL) == [
+        "implicit",
+        "explicit",
+    ]
     for form in ("explicit", "implicit", "merged"):
         chosen = forms(seng.Curvature(form=form, decay=0), LARGE, SMALL, NORM, WORDS)
         assert chosen == [form, form, "explicit", "lookup"]
@@ -111,14 +133,22 @@ def test_the_rules_of_the_automatic_plan():
 
 
 def test_the_planned_bytes_are_those_that_are_kept():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10)
+    )
     x = torch.randn(16, 3, 8, 8)
-    for options in ({"form": "explicit"}, {"form": "implicit", "rank": 5}, {"form": "merged", "rank": 7, "decay": 0}):
+    for options in (
+        {"form": "explicit"},
+        {"form": "implicit", "rank": 5},
+        {"form": "merged", "rank": 7, "decay": 0},
+    ):
         curvature = seng.Curvature(**options)
         opt = seng.SENG(model, lr=0.1, curvature=curvature)
         model(x).square().mean().backward()
         opt.step()
-        planned = {p.dims.name: p.bytes for p in seng.explain(model, x, curvature).plans}
+        planned = {
+            p.dims.name: p.bytes for p in seng.explain(model, x, curvature).plans
+        }
         for name, entry in opt.diagnostics().items():
             overhead = 8 if entry["form"] == "merged" else 0  # its scale
             assert planned[name] <= entry["bytes"] <= planned[name] + overhead
@@ -131,7 +161,9 @@ def test_the_budget_holds(budget):
     if budget == 10**7:
         assert chosen[0].rank < 64 and "to fit memory" in chosen[0].why
     if budget == 10:
-        assert all(p.form == "plain" and "does not fit into 10 B" in p.why for p in chosen)
+        assert all(
+            p.form == "plain" and "does not fit into 10 B" in p.why for p in chosen
+        )
 
 
 def test_a_budget_in_the_optimizer():
@@ -139,13 +171,19 @@ def test_a_budget_in_the_optimizer():
     opt = seng.SENG(model, lr=0.1, curvature=seng.Curvature(rank=32, memory=30_000 * 8))
     model(torch.randn(64, 50)).square().mean().backward()
     opt.step()
-    assert sum(block.U.bytes for block in opt.preconditioner.blocks.values()) <= 31_000 * 8
+    assert (
+        sum(block.U.bytes for block in opt.preconditioner.blocks.values()) <= 31_000 * 8
+    )
     assert opt.preconditioner.ledger.plans[0].rank == 8
     fraction = seng.SENG(model, lr=0.1, curvature=seng.Curvature(memory=0.5))
     assert fraction.preconditioner.budget > 10**6
-    tight = seng.SENG(model, lr=0.1, curvature=seng.Curvature(form="explicit", memory=1000))
+    tight = seng.SENG(
+        model, lr=0.1, curvature=seng.Curvature(form="explicit", memory=1000)
+    )
     model(torch.randn(64, 50)).square().mean().backward()
-    with pytest.raises(ValueError, match=r"form='explicit' needs .* where memory=1000 allows 1000 B"):
+    with pytest.raises(
+        ValueError, match=r"form='explicit' needs .* where memory=1000 allows 1000 B"
+    ):
         tight.step()
 
 
@@ -153,11 +191,23 @@ def test_ranks_that_share_a_basis_keep_to_their_traffic():
     dims = [Dims("a", (1, 64, 100), 9, 256, None), Dims("b", (1, 3, 4), 1, 256, None)]
     dims.append(Dims("norm", (1, 1, 64), 1, 256, "explicit"))
     free = pooled_plan(dims, seng.Curvature(rank=128), None, 20)
-    assert [p.rank for p in free] == [128, 12, 64] and {p.form for p in free} == {"merged"}
+    assert [p.rank for p in free] == [128, 12, 64] and {p.form for p in free} == {
+        "merged"
+    }
     limited = pooled_plan(dims, seng.Curvature(rank=128, traffic=0.5), None, 20)
-    assert [p.rank for p in limited] == [10, 10, 10] and "0.5 gradients per step at T = 20" in limited[0].why
-    assert [p.rank for p in pooled_plan(dims, seng.Curvature(rank=128, traffic=0.01), None, 20)] == [1, 1, 1]
-    assert [p.rank for p in pooled_plan(dims, seng.Curvature(rank=16, traffic=0.1), None, 200)] == [
+    assert [p.rank for p in limited] == [
+        10,
+        10,
+        10,
+    ] and "0.5 gradients per step at T = 20" in limited[0].why
+    assert [
+        p.rank
+        for p in pooled_plan(dims, seng.Curvature(rank=128, traffic=0.01), None, 20)
+    ] == [1, 1, 1]
+    assert [
+        p.rank
+        for p in pooled_plan(dims, seng.Curvature(rank=16, traffic=0.1), None, 200)
+    ] == [
         16,
         12,
         16,
@@ -168,4 +218,7 @@ def test_ranks_that_share_a_basis_keep_to_their_memory():
     dims = [Dims("a", (1, 64, 100), 9, 256, None), Dims("b", (1, 3, 4), 1, 256, None)]
     halved = pooled_plan(dims, seng.Curvature(rank=16), 6400 * 4 * 8 + 12 * 4 * 8)
     assert [p.rank for p in halved] == [8, 8]
-    assert [p.form for p in pooled_plan(dims, seng.Curvature(rank=16), 100)] == ["plain", "merged"]
+    assert [p.form for p in pooled_plan(dims, seng.Curvature(rank=16), 100)] == [
+        "plain",
+        "merged",
+    ]

@@ -26,11 +26,22 @@ def test_the_paper_has_its_own_method() -> None:
     sketch = seng.sketch.LeverageRows(64)
     options = seng.presets.paper(damping=2.0, sketch=sketch)
     curvature = options["curvature"]
-    assert (curvature.base, curvature.combine, curvature.averaging) == ("identity", "independent", 0.0)
-    assert not curvature.relative_damping and not curvature.grafts and curvature.sketch is sketch
+    assert (curvature.base, curvature.combine, curvature.averaging) == (
+        "identity",
+        "independent",
+        0.0,
+    )
+    assert (
+        not curvature.relative_damping
+        and not curvature.grafts
+        and curvature.sketch is sketch
+    )
     assert options["damping"] == 2.0 and options["refresh_every"] == 200
     model = nn.Linear(4, 2)
-    assert seng.SENG(model, 0.1, units="paper", **options).param_groups[0]["damping"] == 2.0
+    assert (
+        seng.SENG(model, 0.1, units="paper", **options).param_groups[0]["damping"]
+        == 2.0
+    )
 
 
 def test_with_much_damping_the_paper_is_sgd() -> None:

@@ -9,7 +9,14 @@ import torch
 import seng
 from seng.linalg.implicit import Implicit
 from seng.linalg.operators import Explicit
-from seng.linalg.sketch import CountSketch, Gaussian, Identity, KroneckerRows, LeverageRows, Rows
+from seng.linalg.sketch import (
+    CountSketch,
+    Gaussian,
+    Identity,
+    KroneckerRows,
+    LeverageRows,
+    Rows,
+)
 from seng.metrics.job import Job
 from seng.metrics.plan import Dims, Plan
 from seng.metrics.refresh import build
@@ -53,13 +60,17 @@ def test_mean_of_the_square_is_the_identity(sketch):
         total += square
         squares += square.square()
     mean = total / draws
-    deviation = (squares / draws - mean.square()).clamp_min(0).div(draws).sqrt()  # of the mean
+    deviation = (
+        (squares / draws - mean.square()).clamp_min(0).div(draws).sqrt()
+    )  # of the mean
     assert ((mean - torch.eye(U.n)).abs() <= 5 * deviation + 1e-9).all()
     assert abs(float(mean.diagonal().mean()) - 1) < 0.05
 
 
 def test_leverage_rows_stay_with_the_rows_that_have_a_norm():
-    U = Explicit(torch.cat([torch.zeros(5, 3), torch.randn(4, 3), torch.zeros(3, 3)]), (1, 4, 3))
+    U = Explicit(
+        torch.cat([torch.zeros(5, 3), torch.randn(4, 3), torch.zeros(3, 3)]), (1, 4, 3)
+    )
     index = LeverageRows(500).draw(U, generator(0)).index
     assert set(index.tolist()) == {5, 6, 7, 8}
     zero = Explicit(torch.zeros(6, 3), (1, 2, 3))
@@ -70,7 +81,9 @@ def test_leverage_probabilities_are_the_row_norms():
     U = Explicit(torch.tensor([[1.0, 0.0], [0.0, 3.0]]), (1, 2, 1))
     omega = LeverageRows(20000).draw(U, generator(0))
     assert abs(float((omega.index == 1).double().mean()) - 0.9) < 0.01
-    torch.testing.assert_close(omega.scale[omega.index == 0][0], torch.tensor((20000 * 0.1) ** -0.5))
+    torch.testing.assert_close(
+        omega.scale[omega.index == 0][0], torch.tensor((20000 * 0.1) ** -0.5)
+    )
 
 
 @pytest.mark.parametrize("h", [1, 3])
@@ -90,9 +103,13 @@ def test_kronecker_rows_are_flat_rows_with_the_kronecker_product():
     U = factors(n_G=5, n_A=6)
     omega = KroneckerRows(3, 4).draw(U, generator(0))
     Omega_G, Omega_A = matrix(omega.G, 5), matrix(omega.A, 6)
-    flat = torch.kron(Omega_G, Omega_A)  # row-major; with the paper's vec it reads Ω_A ⊗ Ω_G
+    flat = torch.kron(
+        Omega_G, Omega_A
+    )  # row-major; with the paper's vec it reads Ω_A ⊗ Ω_G
     torch.testing.assert_close(matrix(omega, U.n), flat)
-    columns_first = torch.arange(30).view(5, 6).T.flatten()  # position of each entry of the paper's vec in ours
+    columns_first = (
+        torch.arange(30).view(5, 6).T.flatten()
+    )  # position of each entry of the paper's vec in ours
     paper = torch.kron(Omega_A, Omega_G)
     rows = torch.arange(12).view(3, 4).T.flatten()
     torch.testing.assert_close(flat[rows][:, columns_first], paper)
@@ -110,7 +127,10 @@ def test_one_side_of_a_kronecker_sketch_may_cover_its_factor():
 def block_of(U, form, sketch, rank=1000, seed=11):
     curvature = seng.Curvature(form=form, sketch=sketch, rank=rank, decay=0)
     plan = Plan(Dims("layer", U.shape, 3, U.samples, None, 8), form, rank, "")
-    return build([Job(U, plan, 1.0, False, None, lambda: generator(seed), nullcontext())], curvature)[0]
+    return build(
+        [Job(U, plan, 1.0, False, None, lambda: generator(seed), nullcontext())],
+        curvature,
+    )[0]
 
 
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
@@ -122,10 +142,19 @@ def test_direction_error_falls_with_the_size(sketch, form):
     g = U.mv(torch.rand(6)) + 0.05 * torch.randn(U.n)
     rank = 3 if form == "merged" else 1000
     exact = block_of(U, form, None, rank=rank).solve(g, 0.1)
-    sizes = [KroneckerRows(q, q) for q in (4, 9, 15)] if isinstance(sketch(4), KroneckerRows) else map(sketch, (16, 64, 224))
+    sizes = (
+        [KroneckerRows(q, q) for q in (4, 9, 15)]
+        if isinstance(sketch(4), KroneckerRows)
+        else map(sketch, (16, 64, 224))
+    )
     errors = []
     for omega in sizes:
-        drawn = [naive.relative_error(block_of(U, form, omega, rank=rank, seed=i).solve(g, 0.1), exact) for i in range(40)]
+        drawn = [
+            naive.relative_error(
+                block_of(U, form, omega, rank=rank, seed=i).solve(g, 0.1), exact
+            )
+            for i in range(40)
+        ]
         errors.append(sum(drawn) / len(drawn))
     assert errors[0] > errors[1] > errors[2]
 
@@ -135,7 +164,9 @@ def test_a_sketch_of_n_rows_or_more_is_exact(sketch, form):
     U = factors()
     g = torch.randn(U.n)
     exact = block_of(U, form, None).solve(g, 0.2)
-    large = KroneckerRows(99, 99) if isinstance(sketch(4), KroneckerRows) else sketch(10**6)
+    large = (
+        KroneckerRows(99, 99) if isinstance(sketch(4), KroneckerRows) else sketch(10**6)
+    )
     torch.testing.assert_close(block_of(U, form, large).solve(g, 0.2), exact)
 
 
@@ -147,13 +178,19 @@ def test_merged_is_a_contraction_with_every_sketch(sketch, damping, dtype):
     for seed in range(5):
         torch.manual_seed(seed)
         U = factors(samples=20, n_G=6, n_A=8, r=2).to(dtype)
-        U = Implicit(U.G * (0.5 ** torch.arange(20.0).to(dtype))[:, None, None, None], U.A)  # a spectrum over six decades
+        U = Implicit(
+            U.G * (0.5 ** torch.arange(20.0).to(dtype))[:, None, None, None], U.A
+        )  # a spectrum over six decades
         block = block_of(U, "merged", sketch(8), rank=5 + seed * 4)
         P = torch.stack([block.solve(e, damping) for e in torch.eye(U.n, dtype=dtype)])
         torch.testing.assert_close(P, P.T, atol=tolerance, rtol=0)
         values = torch.linalg.eigvalsh((P.double() + P.T.double()) / 2)
         assert -tolerance <= float(values[0]) and float(values[-1]) <= 1 + tolerance
-        for g in (torch.randn(U.n).to(dtype), U.mv(torch.randn(20).to(dtype)), U.mv(torch.ones(20, dtype=dtype))):
+        for g in (
+            torch.randn(U.n).to(dtype),
+            U.mv(torch.randn(20).to(dtype)),
+            U.mv(torch.ones(20, dtype=dtype)),
+        ):
             assert float(g @ block.solve(g, damping)) >= 0
 
 
@@ -167,7 +204,15 @@ def test_draws_come_from_the_generator_alone(sketch):
     assert not torch.equal(first, matrix(sketch(8).draw(U, generator(2)), U.n))
 
 
-@pytest.mark.parametrize("make", [lambda q: Rows(q), lambda q: Gaussian(q), lambda q: KroneckerRows(q, 2), CountSketch])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda q: Rows(q),
+        lambda q: Gaussian(q),
+        lambda q: KroneckerRows(q, 2),
+        CountSketch,
+    ],
+)
 @pytest.mark.parametrize("q", [0, -3, 2.5, True])
 def test_bad_sizes_are_refused(make, q):
     with pytest.raises(ValueError, match="at least 1, not"):

@@ -28,21 +28,37 @@ SETTINGS = {
     "default": {},
     "no-momentum": {"momentum": 0.0},
     "explicit-sketched": {"curvature": seng.Curvature(form="explicit", sketch=Rows(9))},
-    "implicit-sketched": {"curvature": seng.Curvature(form="implicit", rank=2, sketch=KroneckerRows(3, 3))},
-    "independent": {"curvature": seng.Curvature(combine="independent", sketch=CountSketch(9), decay=0)},
+    "implicit-sketched": {
+        "curvature": seng.Curvature(form="implicit", rank=2, sketch=KroneckerRows(3, 3))
+    },
+    "independent": {
+        "curvature": seng.Curvature(
+            combine="independent", sketch=CountSketch(9), decay=0
+        )
+    },
 }
 
 
 def built(options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3))
+    model = nn.Sequential(
+        nn.Embedding(6, 4),
+        nn.Flatten(),
+        nn.Linear(12, 5),
+        nn.Tanh(),
+        nn.LayerNorm(5),
+        nn.Linear(5, 3),
+    )
     return model, seng.SENG(model, lr=0.05, refresh_every=4, **options)
 
 
 def train(model, opt, start, stop):
     for i in range(start, stop):
         generator = torch.Generator().manual_seed(i)
-        x, target = torch.randint(6, (8, 3), generator=generator), torch.randn(8, 3, generator=generator)
+        x, target = (
+            torch.randint(6, (8, 3), generator=generator),
+            torch.randn(8, 3, generator=generator),
+        )
         opt.zero_grad()
         naive.loss_of(model(x), target).backward()
         opt.step()
@@ -62,7 +78,9 @@ def options(request):
 @pytest.mark.parametrize("stop", [0, 4, 6])
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("through", ["memory", "folder", "file"])
-def test_distributed_checkpoints_resume_bit_for_bit(options, flat, through, stop, tmp_path):
+def test_distributed_checkpoints_resume_bit_for_bit(
+    options, flat, through, stop, tmp_path
+):
     model, opt = built(options)
     train(model, opt, 0, 10)
     want = values(model)
@@ -85,7 +103,13 @@ def test_distributed_checkpoints_resume_bit_for_bit(options, flat, through, stop
         state = {"model": model_state, "optim": optim_state}
         seng.expect_curvature(state, tmp_path)
         dcp.load(state, checkpoint_id=tmp_path)
-    set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optim"], options=how)
+    set_state_dict(
+        model,
+        opt,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+        options=how,
+    )
     train(model, opt, stop, 10)
     if through == "folder":  # which loses strides, and with them the order of summation
         assert naive.relative_error(values(model), want) < 1e-12
@@ -116,7 +140,10 @@ def test_a_folder_loaded_without_its_curvature_says_so_and_refreshes(tmp_path):
     model.zero_grad()
     state = {"optim": get_optimizer_state_dict(model, fresh)}
     dcp.load(state, checkpoint_id=tmp_path)
-    with pytest.warns(UserWarning, match="seng: the loaded state has no curvature: .* call seng.expect_curvature"):
+    with pytest.warns(
+        UserWarning,
+        match="seng: the loaded state has no curvature: .* call seng.expect_curvature",
+    ):
         set_optimizer_state_dict(model, fresh, state["optim"])
     assert fresh.refresh_due and fresh.preconditioner.steps == 6
     train(model, fresh, 6, 8)
@@ -144,9 +171,12 @@ def test_a_checkpoint_loads_in_another_precision(dtype):
     twin = copy.deepcopy(model).to(dtype)
     other = seng.SENG(twin, lr=0.05, refresh_every=4)
     other.load_state_dict(opt.state_dict())
-    assert {t.dtype for b in other.preconditioner.blocks.values() for t in b.U.tensors() if t.is_floating_point()} == {
-        torch.float32
-    }
+    assert {
+        t.dtype
+        for b in other.preconditioner.blocks.values()
+        for t in b.U.tensors()
+        if t.is_floating_point()
+    } == {torch.float32}
     before = values(twin)
     x, target = torch.randint(6, (8, 3)), torch.randn(8, 3)
     for m, o in ((model, opt), (twin, other)):
@@ -156,7 +186,8 @@ def test_a_checkpoint_loads_in_another_precision(dtype):
     moved = values(twin) - before
     assert (
         moved.isfinite().all()
-        and naive.relative_error(values(twin).double(), values(model)) < (1e-5, 3e-2)[dtype == torch.bfloat16]
+        and naive.relative_error(values(twin).double(), values(model))
+        < (1e-5, 3e-2)[dtype == torch.bfloat16]
     )
 
 
@@ -166,7 +197,10 @@ def test_rolling_back_to_a_folder_from_other_shapes(flat, tmp_path):
     how = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, opt = built({"curvature": seng.Curvature()})
     train(model, opt, 0, 1)
-    dcp.save({"optim": get_optimizer_state_dict(model, opt, options=how)}, checkpoint_id=tmp_path)
+    dcp.save(
+        {"optim": get_optimizer_state_dict(model, opt, options=how)},
+        checkpoint_id=tmp_path,
+    )
     kept = opt.preconditioner.blocks[1].gram.clone()
     train(model, opt, 1, 8)
     assert opt.preconditioner.blocks[1].gram.shape != kept.shape
@@ -174,7 +208,10 @@ def test_rolling_back_to_a_folder_from_other_shapes(flat, tmp_path):
     seng.expect_curvature(state, tmp_path)
     dcp.load(state, checkpoint_id=tmp_path)
     set_optimizer_state_dict(model, opt, state["optim"], options=how)
-    assert torch.equal(opt.preconditioner.blocks[1].gram, kept) and opt.preconditioner.steps == 1
+    assert (
+        torch.equal(opt.preconditioner.blocks[1].gram, kept)
+        and opt.preconditioner.steps == 1
+    )
 
 
 def test_a_model_that_changes_its_precision_goes_on():
@@ -187,7 +224,10 @@ def test_a_model_that_changes_its_precision_goes_on():
         opt.zero_grad()
         model(torch.randint(6, (8, 3))).square().mean().backward()
         opt.step()
-    assert opt.preconditioner.blocks[0].gram.dtype == torch.float32 and values(model).isfinite().all()
+    assert (
+        opt.preconditioner.blocks[0].gram.dtype == torch.float32
+        and values(model).isfinite().all()
+    )
 
 
 def resumed(opt, model):
@@ -206,7 +246,12 @@ def test_decisions_survive_a_checkpoint():
             model(torch.randint(7, (8, 5))).square().mean().backward()
             opt.step()
     other = resumed(opt, model)
-    assert set(opt.preconditioner.ledger.refused) == set(other.preconditioner.ledger.refused) == {1} and not other.refresh_due
+    assert (
+        set(opt.preconditioner.ledger.refused)
+        == set(other.preconditioner.ledger.refused)
+        == {1}
+        and not other.refresh_due
+    )
 
     heads = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
     opt = seng.SENG(heads, lr=0.05, refresh_every=4)
@@ -214,7 +259,11 @@ def test_decisions_survive_a_checkpoint():
         opt.zero_grad()
         heads[name](torch.randn(5, 3)).square().mean().backward()
         opt.step()
-    assert opt.preconditioner.ledger.owed == resumed(opt, heads).preconditioner.ledger.owed == {1}
+    assert (
+        opt.preconditioner.ledger.owed
+        == resumed(opt, heads).preconditioner.ledger.owed
+        == {1}
+    )
 
     layer = nn.Linear(3, 2)
     opt = seng.SENG(layer, lr=0.05, refresh_every=1)
@@ -241,12 +290,17 @@ def test_checkpoints_of_older_versions_continue_where_they_were(path):
     assert len(opt.preconditioner.blocks) == 3 and opt.preconditioner.steps == 6
     for i in range(6, 12):
         generator = torch.Generator().manual_seed(i)
-        x, target = torch.randn(6, 3, generator=generator), torch.randn(6, 2, generator=generator)
+        x, target = (
+            torch.randn(6, 3, generator=generator),
+            torch.randn(6, 2, generator=generator),
+        )
         opt.zero_grad()
         nn.functional.mse_loss(model(x), target).backward()
         opt.step()
     for name, p in model.state_dict().items():
-        torch.testing.assert_close(p, saved["after_12_steps"][name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            p, saved["after_12_steps"][name], rtol=1e-4, atol=1e-6
+        )
 
 
 def test_a_handle_keeps_its_state_in_a_file():
@@ -260,11 +314,15 @@ def test_a_handle_keeps_its_state_in_a_file():
     buffer.seek(0)
     other = seng.attach(torch.optim.Adam(model.parameters()), model)
     other.load_state_dict(torch.load(buffer, weights_only=True))
-    assert torch.equal(other.preconditioner.blocks[0].gram, handle.preconditioner.blocks[0].gram)
+    assert torch.equal(
+        other.preconditioner.blocks[0].gram, handle.preconditioner.blocks[0].gram
+    )
 
 
 def test_fields_that_are_younger_than_a_checkpoint_have_their_defaults():
-    U = Windows(torch.randn(3, 2, 4), torch.randn(3, 5, 4), (1,), (1,), (0,), (1,), 1, 0.1)
+    U = Windows(
+        torch.randn(3, 2, 4), torch.randn(3, 5, 4), (1,), (1,), (0,), (1,), 1, 0.1
+    )
     block = Block(U, Identity(), U.gram(), torch.ones(()), True, patience=2)
     state = pack(block, torch.device("cpu"))
     same = unpack(state, Block, torch.device("cpu"), torch.float64)

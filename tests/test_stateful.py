@@ -14,21 +14,45 @@ import naive
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import nn
 
 import seng
 
 REFRESH_EVERY = 3
 LATER = ("bias", "weight")  # of the last layer, one group each
-AT_REST = ("checkpoint_and_resume", "add_param_group", "deepcopy")  # between steps, not between micro-batches
-KINDS = (*AT_REST, "accumulate", "forward_in_between", "skipped_amp_step", "zero_grad_without_a_step")
+AT_REST = (
+    "checkpoint_and_resume",
+    "add_param_group",
+    "deepcopy",
+)  # between steps, not between micro-batches
+KINDS = (
+    *AT_REST,
+    "accumulate",
+    "forward_in_between",
+    "skipped_amp_step",
+    "zero_grad_without_a_step",
+)
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
     convolution, norm = nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3)
-    return nn.Sequential(convolution, norm, nn.Tanh(), nn.Flatten(), nn.Linear(9, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    return nn.Sequential(
+        convolution,
+        norm,
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(9, 4),
+        nn.ReLU(inplace=True),
+        nn.Linear(4, 2),
+    )
 
 
 class Side:
@@ -37,17 +61,32 @@ class Side:
     def __init__(self, scaled: bool) -> None:
         self.model = network()
         self.optimizer = self.build()
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7, enabled=scaled)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=256.0, growth_interval=7, enabled=scaled
+        )
 
     def build(self) -> seng.SENG:
         first = [p for i in (0, 1, 4) for p in self.model[i].parameters()]
-        options = {"lr": 0.02, "weight_decay": 1e-3, "refresh_every": REFRESH_EVERY, "damping": 0.3}
+        options = {
+            "lr": 0.02,
+            "weight_decay": 1e-3,
+            "refresh_every": REFRESH_EVERY,
+            "damping": 0.3,
+        }
         # An absolute λ: a relative one would not see a wrong scale.
-        return seng.SENG(first, module=self.model, curvature=seng.Curvature(rank=4, relative_damping=False), **options)
+        return seng.SENG(
+            first,
+            module=self.model,
+            curvature=seng.Curvature(rank=4, relative_damping=False),
+            **options,
+        )
 
     def backward(self, seed: int, size: int, share: float) -> None:
         generator = torch.Generator().manual_seed(seed)
-        x, target = torch.randn(size, 2, 4, generator=generator), torch.randn(size, 2, generator=generator)
+        x, target = (
+            torch.randn(size, 2, 4, generator=generator),
+            torch.randn(size, 2, generator=generator),
+        )
         self.scaler.scale(share * naive.loss_of(self.model(x), target)).backward()
 
     def step(self) -> None:
@@ -59,7 +98,9 @@ class Side:
         self.optimizer.zero_grad()
 
     def join(self, name: str) -> None:
-        self.optimizer.add_param_group({"params": [getattr(self.model[6], name)], "lr": 0.01})
+        self.optimizer.add_param_group(
+            {"params": [getattr(self.model[6], name)], "lr": 0.01}
+        )
 
     def values(self) -> torch.Tensor:
         return naive.flat([p.detach() for p in self.model.parameters()])
@@ -76,18 +117,30 @@ class Interleavings(RuleBasedStateMachine):
         gc.collect()
         self.before = live_tensors()
         self.side, self.plain = Side(scaled=True), Side(scaled=False)
-        self.waiting: list[tuple[int, int]] = []  # micro-batches of the coming step: seed and size
+        self.waiting: list[
+            tuple[int, int]
+        ] = []  # micro-batches of the coming step: seed and size
         self.joined = 0
         self.seed = 0
 
-    @rule(events=st.lists(st.sampled_from(KINDS), max_size=3), size=st.integers(1, 5), clip=st.booleans())
+    @rule(
+        events=st.lists(st.sampled_from(KINDS), max_size=3),
+        size=st.integers(1, 5),
+        clip=st.booleans(),
+    )
     def round(self, events: list[str], size: int, clip: bool) -> None:
         """What happens before a step, and the step."""
         for kind in events:
-            if (self.waiting and kind in AT_REST) or (kind == "add_param_group" and self.joined == len(LATER)):
+            if (self.waiting and kind in AT_REST) or (
+                kind == "add_param_group" and self.joined == len(LATER)
+            ):
                 continue
-            Interleavings.events[kind] += bool(self.side.optimizer.preconditioner.blocks)
-            getattr(self, kind)(*((size,) if kind in ("accumulate", "forward_in_between") else ()))
+            Interleavings.events[kind] += bool(
+                self.side.optimizer.preconditioner.blocks
+            )
+            getattr(self, kind)(
+                *((size,) if kind in ("accumulate", "forward_in_between") else ())
+            )
         self.step(size, clip)
 
     def accumulate(self, size: int) -> None:
@@ -102,7 +155,9 @@ class Interleavings(RuleBasedStateMachine):
         for side in (self.side, self.plain):
             if clip:
                 side.scaler.unscale_(side.optimizer)
-                nn.utils.clip_grad_norm_([p for g in side.optimizer.param_groups for p in g["params"]], 1.0)
+                nn.utils.clip_grad_norm_(
+                    [p for g in side.optimizer.param_groups for p in g["params"]], 1.0
+                )
             side.step()
         self.waiting = []
         Interleavings.steps += 1
@@ -116,7 +171,10 @@ class Interleavings(RuleBasedStateMachine):
         self.side.model.train()
 
     def skipped_amp_step(self) -> None:
-        scale, drop = self.side.scaler.get_scale(), ("optimizer", "model", "zeros")[self.seed % 3]
+        scale, drop = (
+            self.side.scaler.get_scale(),
+            ("optimizer", "model", "zeros")[self.seed % 3],
+        )
         self.side.backward(0, 3, float("nan" if self.seed % 2 else "inf"))
         self.side.scaler.step(self.side.optimizer)
         self.side.scaler.update()
@@ -134,7 +192,11 @@ class Interleavings(RuleBasedStateMachine):
 
     def checkpoint_and_resume(self) -> None:
         buffer = io.BytesIO()
-        saved = {"model": self.side.model, "optimizer": self.side.optimizer, "scaler": self.side.scaler}
+        saved = {
+            "model": self.side.model,
+            "optimizer": self.side.optimizer,
+            "scaler": self.side.scaler,
+        }
         torch.save({name: part.state_dict() for name, part in saved.items()}, buffer)
         buffer.seek(0)
         state = torch.load(buffer, weights_only=True)
@@ -154,7 +216,9 @@ class Interleavings(RuleBasedStateMachine):
 
     def deepcopy(self) -> None:
         self.side.optimizer.zero_grad()
-        self.side.model, self.side.optimizer = copy.deepcopy((self.side.model, self.side.optimizer))
+        self.side.model, self.side.optimizer = copy.deepcopy(
+            (self.side.model, self.side.optimizer)
+        )
 
     @invariant()
     def nothing_waits_unless_a_refresh_is_due(self) -> None:
@@ -182,14 +246,22 @@ class Interleavings(RuleBasedStateMachine):
 
 def live_tensors() -> int:
     """The bytes of all tensors; those of which only a part is in use count whole, and shared ones once."""
-    storages = [o.untyped_storage() for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    storages = [
+        o.untyped_storage()
+        for o in gc.get_objects()
+        if issubclass(type(o), torch.Tensor)
+    ]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def held_by_the_library() -> Counter[str]:
     """Objects that are there, by the line of ours that made them."""
-    ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, f"{seng.__path__[0]}/*")])
-    return Counter({str(entry.traceback): entry.count for entry in ours.statistics("lineno")})
+    ours = tracemalloc.take_snapshot().filter_traces(
+        [tracemalloc.Filter(True, f"{seng.__path__[0]}/*")]
+    )
+    return Counter(
+        {str(entry.traceback): entry.count for entry in ours.statistics("lineno")}
+    )
 
 
 def grown(before: Counter[str], after: Counter[str]) -> list[tuple[str, int]]:
@@ -210,7 +282,9 @@ def test_a_thousand_steps_of_random_interleavings():
                 deadline=None,
                 derandomize=True,
                 database=None,
-                phases=[Phase.generate],  # a failure of sixty steps is short enough to read
+                phases=[
+                    Phase.generate
+                ],  # a failure of sixty steps is short enough to read
                 suppress_health_check=list(HealthCheck),
             ),
         )
@@ -218,7 +292,10 @@ def test_a_thousand_steps_of_random_interleavings():
         tracemalloc.stop()
         gc.unfreeze()
     assert Interleavings.steps >= 1000
-    assert all(Interleavings.events[kind] >= (20 if kind == "add_param_group" else 100) for kind in KINDS), Interleavings.events
+    assert all(
+        Interleavings.events[kind] >= (20 if kind == "add_param_group" else 100)
+        for kind in KINDS
+    ), Interleavings.events
     first, *later = Interleavings.held
     assert len(later) >= 4 and not grown(first, later[-1])
 
@@ -246,6 +323,10 @@ def test_one_optimizer_holds_no_more_after_a_thousand_steps():
     finally:
         tracemalloc.stop()
         gc.unfreeze()
-    assert side.optimizer.preconditioner.steps == 1000 and side.values().isfinite().all()
+    assert (
+        side.optimizer.preconditioner.steps == 1000 and side.values().isfinite().all()
+    )
     tensors, objects = zip(*held, strict=True)
-    assert tensors[0] == tensors[1] and not grown(*objects)  # a number kept per step would be 800
+    assert tensors[0] == tensors[1] and not grown(
+        *objects
+    )  # a number kept per step would be 800

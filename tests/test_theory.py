@@ -27,10 +27,17 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[bool]]:
             if stops:
                 raise KeyboardInterrupt
             draw = lambda figure: figure.subplots().plot([1, 2])  # noqa: E731
-            return Outcome((Claim("two is more than one", "2 > 1", holds),), {"x": [1 / 3, 2]}, draw, ("mind this",))
+            return Outcome(
+                (Claim("two is more than one", "2 > 1", holds),),
+                {"x": [1 / 3, 2]},
+                draw,
+                ("mind this",),
+            )
 
         monkeypatch.setattr(command, "STUDIES", ("ours",))
-        monkeypatch.setattr(command, "study", lambda name: Study("ours", "Is it so?", run))
+        monkeypatch.setattr(
+            command, "study", lambda name: Study("ours", "Is it so?", run)
+        )
         return ran
 
     threads = torch.get_num_threads()
@@ -43,16 +50,32 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[bool]]:
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    return ["--out", str(folder / "numbers"), "--figures", str(folder / "figures"), *more]
+    return [
+        "--out",
+        str(folder / "numbers"),
+        "--figures",
+        str(folder / "figures"),
+        *more,
+    ]
 
 
-def test_a_study_is_kept_drawn_and_not_run_again(tried: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_is_kept_drawn_and_not_run_again(
+    tried: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran = tried()
     command.main(words(tmp_path))
     said = capsys.readouterr().out
-    assert "two is more than one" in said and "2 > 1" in said and "yes" in said and "mind this" in said
+    assert (
+        "two is more than one" in said
+        and "2 > 1" in said
+        and "yes" in said
+        and "mind this" in said
+    )
     kept = json.loads((tmp_path / "numbers/ours.json").read_text())
-    assert kept["numbers"] == {"x": [0.333333, 2]} and kept["provenance"]["commit"] == "abc1234"
+    assert (
+        kept["numbers"] == {"x": [0.333333, 2]}
+        and kept["provenance"]["commit"] == "abc1234"
+    )
     assert kept["provenance"]["command"].startswith("seng theory --out")
     assert (tmp_path / "figures/theory-ours.png").read_bytes()[:4] == b"\x89PNG"
     command.main(words(tmp_path))
@@ -67,7 +90,9 @@ def test_a_quick_look_leaves_nothing_behind(tried: Any, tmp_path: Path) -> None:
     assert ran == [True] and not list(tmp_path.iterdir())
 
 
-def test_a_claim_that_does_not_hold_is_an_error(tried: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_claim_that_does_not_hold_is_an_error(
+    tried: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tried(holds=False)
     with pytest.raises(SystemExit, match="claims that do not hold, in ours"):
         command.main(words(tmp_path))
@@ -86,10 +111,15 @@ def test_an_interruption_and_a_broken_file(tried: Any, tmp_path: Path) -> None:
 
 
 def test_bad_input_is_one_sentence() -> None:
-    for given, said in ((["embeding"], "did you mean embedding"), (["--threads", "0"], "--threads is a count")):
+    for given, said in (
+        (["embeding"], "did you mean embedding"),
+        (["--threads", "0"], "--threads is a count"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             command.main(given)
-        assert str(stopped.value).startswith("seng theory: ") and said in str(stopped.value)
+        assert str(stopped.value).startswith("seng theory: ") and said in str(
+            stopped.value
+        )
 
 
 def test_every_study_is_there() -> None:

@@ -13,11 +13,17 @@ from seng.linalg.sketch import CountSketch, Gaussian, Rows
 from seng.metrics.block import Block
 
 
-@pytest.mark.parametrize("study", [descent.STUDY, ntk.STUDY], ids=lambda study: study.name)
+@pytest.mark.parametrize(
+    "study", [descent.STUDY, ntk.STUDY], ids=lambda study: study.name
+)
 def test_claims_hold(study):
     outcome = study.run(lambda line: None, True)
     assert outcome.claims
-    assert [f"{claim.words}: {claim.measured}" for claim in outcome.claims if not claim.holds] == []
+    assert [
+        f"{claim.words}: {claim.measured}"
+        for claim in outcome.claims
+        if not claim.holds
+    ] == []
 
 
 # Theorem 2
@@ -41,7 +47,9 @@ def dense(net: wide.Network) -> torch.Tensor:
 def test_jacobian_and_residual_are_the_networks(net):
     U = net.jacobian(net.W)
     torch.testing.assert_close(U.explicit().U.T, dense(net), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(net.residual(net.W, U), outputs(net, net.W) - net.y, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        net.residual(net.W, U), outputs(net, net.W) - net.y, rtol=1e-12, atol=1e-14
+    )
 
 
 def test_network_is_the_theorems(net):
@@ -56,18 +64,29 @@ def test_block_solve_is_the_dense_one(net, damping):
     r = net.residual(net.W, U)
     expected = torch.linalg.solve(J.T @ J + damping * torch.eye(J.shape[1]), J.T @ r)
     K = U.gram()
-    d = Block(U, seng.sketch.Identity(), K, top(K[None])[0], relative=False).solve(U.mv(r), damping) / damping
+    d = (
+        Block(U, seng.sketch.Identity(), K, top(K[None])[0], relative=False).solve(
+            U.mv(r), damping
+        )
+        / damping
+    )
     assert float((d - expected).norm() / expected.norm()) <= 1e-9
     ours = wide.direction(U, r, None, torch.Generator(), damping)
     torch.testing.assert_close(ours, d, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("sketch", [Rows(150), CountSketch(150), Gaussian(150)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "sketch",
+    [Rows(150), CountSketch(150), Gaussian(150)],
+    ids=lambda s: type(s).__name__,
+)
 def test_sketched_direction_is_the_papers(net, sketch):
     """d = Jᵀ(λI + JΩᵀΩJᵀ)⁻¹(f − y)."""
     U, J, damping = net.jacobian(net.W), dense(net), 1e-4
     r = net.residual(net.W, U)
-    omega = sketch.draw(U, torch.Generator().manual_seed(5))(torch.eye(J.shape[1]))  # (q, n)
+    omega = sketch.draw(U, torch.Generator().manual_seed(5))(
+        torch.eye(J.shape[1])
+    )  # (q, n)
     M = J @ omega.T @ omega @ J.T
     expected = J.T @ torch.linalg.solve(damping * torch.eye(len(M)) + M, r)
     d = wide.direction(U, r, sketch, torch.Generator().manual_seed(5), damping)
@@ -77,17 +96,29 @@ def test_sketched_direction_is_the_papers(net, sketch):
 def test_sketched_speed_is_that_of_wishart_matrices():
     """E‖(I − αW⁻¹)v‖² by drawing W = ZᵀZ/q."""
     q, alpha, draws = 200, 0.25, 400
-    Z = torch.randn(draws, q, wide.SAMPLES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    Z = torch.randn(
+        draws,
+        q,
+        wide.SAMPLES,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float64,
+    )
     inverse = torch.linalg.inv(Z.mT @ Z / q)
-    squares = (torch.eye(wide.SAMPLES) - alpha * inverse).square().sum((1, 2)) / wide.SAMPLES
-    assert (1 - math.sqrt(float(squares.mean()))) / alpha == pytest.approx(wide.sketched_speed(q, alpha), abs=3e-3)
+    squares = (torch.eye(wide.SAMPLES) - alpha * inverse).square().sum(
+        (1, 2)
+    ) / wide.SAMPLES
+    assert (1 - math.sqrt(float(squares.mean()))) / alpha == pytest.approx(
+        wide.sketched_speed(q, alpha), abs=3e-3
+    )
 
 
 def test_embedding_error_is_that_of_a_basis(net):
     U, sketch = net.jacobian(net.W), Rows(150)
     N = torch.linalg.qr(U.explicit().U)[0]
     sketched = sketch.draw(U, torch.Generator().manual_seed(0))(N)
-    expected = torch.linalg.matrix_norm(sketched.T @ sketched - torch.eye(N.shape[1]), 2)
+    expected = torch.linalg.matrix_norm(
+        sketched.T @ sketched - torch.eye(N.shape[1]), 2
+    )
     assert wide.embedding_error(net, sketch) == pytest.approx(float(expected), rel=1e-8)
 
 
@@ -115,8 +146,12 @@ def test_gradient_and_loss_are_the_models():
 def test_problem_has_what_the_bound_on_its_hessian_rests_on():
     given = walk.problem(0)
     ones = torch.cat([given.X, torch.ones(walk.SAMPLES, 1)], 1)
-    torch.testing.assert_close(ones.T @ ones / walk.SAMPLES, torch.eye(walk.INPUTS + 1), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(given.A @ given.A.T, torch.eye(walk.HIDDEN), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        ones.T @ ones / walk.SAMPLES, torch.eye(walk.INPUTS + 1), rtol=1e-10, atol=1e-10
+    )
+    torch.testing.assert_close(
+        given.A @ given.A.T, torch.eye(walk.HIDDEN), rtol=1e-10, atol=1e-10
+    )
     generator = torch.Generator().manual_seed(0)
     for size in (0.1, 1.0, 5.0):
         theta = size * torch.randn(given.start.shape, generator=generator)
@@ -124,11 +159,20 @@ def test_problem_has_what_the_bound_on_its_hessian_rests_on():
 
 
 def test_rule_keeps_the_sums_of_the_theorem():
-    assert {name for name, rule in descent.RULES.items() if rule.summable} == {"growing", "both", "beyond"}
+    assert {name for name, rule in descent.RULES.items() if rule.summable} == {
+        "growing",
+        "both",
+        "beyond",
+    }
     for rule in descent.RULES.values():  # from one doubling of k to the next, the sums' tails shrink or grow as powers say
         sigma = [rule.step_size(k) / rule.batch(k) for k in (10**6, 2 * 10**6)]
-        assert math.log2(sigma[1] / sigma[0]) == pytest.approx(-(rule.p + rule.s), abs=0.01)
-        assert rule.step_size(0) == pytest.approx(rule.alpha) and rule.batch(0) == walk.FIRST
+        assert math.log2(sigma[1] / sigma[0]) == pytest.approx(
+            -(rule.p + rule.s), abs=0.01
+        )
+        assert (
+            rule.step_size(0) == pytest.approx(rule.alpha)
+            and rule.batch(0) == walk.FIRST
+        )
 
 
 def test_a_step_is_the_papers():
@@ -141,11 +185,18 @@ def test_a_step_is_the_papers():
     chosen = torch.randint(walk.SAMPLES, (rule.batch(0),), generator=generator)
 
     def gradient(i: torch.Tensor) -> torch.Tensor:
-        return torch.func.grad(replace(given, X=given.X[i], y=given.y[i]).loss)(given.start).flatten()
+        return torch.func.grad(replace(given, X=given.X[i], y=given.y[i]).loss)(
+            given.start
+        ).flatten()
 
     U = torch.stack([gradient(i[None]) for i in own], 1) / rule.samples**0.5
     d = torch.linalg.solve(rule.damping * torch.eye(n) + U @ U.T, gradient(chosen))
-    torch.testing.assert_close(path.end[0].flatten(), given.start.flatten() - rule.alpha * d, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        path.end[0].flatten(),
+        given.start.flatten() - rule.alpha * d,
+        rtol=1e-9,
+        atol=1e-12,
+    )
     assert path.tops[0] == pytest.approx(float(torch.linalg.matrix_norm(U, 2)) ** 2)
     assert path.etas[0] < 1e-12 and path.epsilons[0] < 1e-12
 
@@ -155,7 +206,9 @@ def test_walk_is_repeatable_and_sums_up():
     path, again = (walk.walk(given, rule, 5, seed=1) for _ in range(2))
     torch.testing.assert_close(again.end[0], path.end[0], rtol=0, atol=0)
     assert path.norms[0] == pytest.approx(float(given.gradient(given.start).norm()))
-    assert path.sums[-1] == pytest.approx(sum(rule.step_size(k) * norm**2 for k, norm in enumerate(path.norms)))
+    assert path.sums[-1] == pytest.approx(
+        sum(rule.step_size(k) * norm**2 for k, norm in enumerate(path.norms))
+    )
     assert max(path.etas) > 0.1  # the sketch is one
 
 

@@ -14,7 +14,14 @@ from matplotlib.figure import Figure
 
 from seng.lab.theory import operations_of_cost
 from seng.lab.theory.costs import STUDY, claims_of, draw, remarks_of
-from seng.lab.theory.lines_of_cost import THRESHOLD, TOLERANCE, Line, exponent, judged, measure
+from seng.lab.theory.lines_of_cost import (
+    THRESHOLD,
+    TOLERANCE,
+    Line,
+    exponent,
+    judged,
+    measure,
+)
 from seng.lab.theory.operations_of_cost import multiply_adds, one_thread, times
 from seng.lab.theory.rows_of_cost import ROWS, Formula
 from seng.lab.theory.study import Outcome
@@ -40,7 +47,10 @@ EXPONENTS = {  # of cost and of bytes, by hand from what each operation does; No
     "ΩU of q rows (14)": {"ϱ": (1, 1), "q": (1, 1)},
     "merged Uᵀg and Uc": {"k": (1, 1), "n": (1, 1)},
 }
-FEW = {"sketchy LS (11)": "q", "Uc, independent (23)": "ϱ"}  # a second range of these is too small for a term to lead
+FEW = {
+    "sketchy LS (11)": "q",
+    "Uc, independent (23)": "ϱ",
+}  # a second range of these is too small for a term to lead
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +82,21 @@ def test_counts_and_bytes_have_the_exponents(lines: list[Line], operation: str) 
         assert line.of_count == pytest.approx(cost, abs=TOLERANCE), line
         assert line.byte_error == 0 and line.of_bytes == line.bytes_predicted
         if held is not None:
-            monomial = "12·ϱ²" not in next(row for row in ROWS if row.name == operation).ours[1].text
-            assert line.of_bytes == pytest.approx(held, abs=1e-6 if monomial else TOLERANCE), line
+            monomial = (
+                "12·ϱ²"
+                not in next(row for row in ROWS if row.name == operation).ours[1].text
+            )
+            assert line.of_bytes == pytest.approx(
+                held, abs=1e-6 if monomial else TOLERANCE
+            ), line
 
 
 def test_every_row_of_the_table_is_there() -> None:
-    table = {row.name: [formula and formula.text for formula in row.paper] for row in ROWS if row.paper}
+    table = {
+        row.name: [formula and formula.text for formula in row.paper]
+        for row in ROWS
+        if row.paper
+    }
     assert [cost for cost, _ in table.values()] == [
         *("ϱ³ + ϱ²·n", "ϱ²·n", "ϱ²·q", "ϱ³"),
         *("ϱ·n", "n_A·n_G·ϱ·r", "ζ_A·ζ_G·ϱ·r"),
@@ -87,13 +106,31 @@ def test_every_row_of_the_table_is_there() -> None:
     factors, sketched = "n_A·r·ϱ + n_G·r·ϱ", "ζ_A·r·ϱ + ζ_G·r·ϱ"
     plain = "ϱ·n"
     assert [memory for _, memory in table.values()] == [
-        *(plain, plain, plain, None, plain, factors, sketched, plain, factors, sketched, plain, factors, factors)
+        *(
+            plain,
+            plain,
+            plain,
+            None,
+            plain,
+            factors,
+            sketched,
+            plain,
+            factors,
+            sketched,
+            plain,
+            factors,
+            factors,
+        )
     ]
 
 
 def test_where_the_paper_counts_too_little(lines: list[Line]) -> None:
     """Eq. 23 still has to add up ϱ factors, which the table's n_A·n_G·r leaves out."""
-    line = next(line for line in lines if line.operation == "Uc, independent (23)" and line.variable == "ϱ")
+    line = next(
+        line
+        for line in lines
+        if line.operation == "Uc, independent (23)" and line.variable == "ϱ"
+    )
     assert line.of_table == 0 and line.of_count > 0.8
     said = remarks_of([line], quick=False)
     assert any("the table's n_A·n_G·r has exponent 0.00" in remark for remark in said)
@@ -113,7 +150,9 @@ def test_the_counter_knows_what_the_operations_do() -> None:
     assert multiply_adds(lambda: A @ A.T) == 96
     assert multiply_adds(lambda: A[torch.tensor([0, 2])]) == 12
     assert multiply_adds(lambda: torch.linalg.cholesky_ex(S)) == 36
-    assert multiply_adds(lambda: torch.linalg.solve_triangular(S, S, upper=False)) == 108
+    assert (
+        multiply_adds(lambda: torch.linalg.solve_triangular(S, S, upper=False)) == 108
+    )
 
 
 def test_exponents_of_powers() -> None:
@@ -136,8 +175,12 @@ def test_verdicts() -> None:
     )
     assert "slower" in verdict([t * 1.5**i for i, t in enumerate(long)], 1.6)[1]
     short = [THRESHOLD / 4, THRESHOLD / 2, THRESHOLD, 2 * THRESHOLD]
-    assert verdict(short, 1.0)[0] == "too small to measure" and verdict(short, 1.0)[1].startswith("2 of 4 sizes")
-    assert verdict([THRESHOLD / 2, *long[:3]], 1.0)[1].startswith("1 of 4 sizes under 0.3 ms, left out")
+    assert verdict(short, 1.0)[0] == "too small to measure" and verdict(short, 1.0)[
+        1
+    ].startswith("2 of 4 sizes")
+    assert verdict([THRESHOLD / 2, *long[:3]], 1.0)[1].startswith(
+        "1 of 4 sizes under 0.3 ms, left out"
+    )
 
 
 def test_claims_can_fail(lines: list[Line]) -> None:
@@ -150,10 +193,20 @@ def test_claims_can_fail(lines: list[Line]) -> None:
         ({"count_error": 0.02}, "cost"),
         ({"verdict": "outside"}, "time of low-rank"),
     ):
-        failed = [claim.words for claim in claims_of([replace(fine[0], **worse), *fine[1:]], quick=False) if not claim.holds]
+        failed = [
+            claim.words
+            for claim in claims_of([replace(fine[0], **worse), *fine[1:]], quick=False)
+            if not claim.holds
+        ]
         assert len(failed) == 1 and failed[0].startswith(said)
-    unmeasured = [replace(line, of_time=None, verdict="too small to measure") for line in fine]
-    assert [claim.holds for claim in claims_of(unmeasured, quick=False)] == [True, True, *[False] * (1 + len(ROWS))]
+    unmeasured = [
+        replace(line, of_time=None, verdict="too small to measure") for line in fine
+    ]
+    assert [claim.holds for claim in claims_of(unmeasured, quick=False)] == [
+        True,
+        True,
+        *[False] * (1 + len(ROWS)),
+    ]
 
 
 def test_another_gram_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +218,9 @@ def test_another_gram_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(line.of_count - line.predicted) > 1 and line.count_error > 0.1
 
 
-def test_times_are_the_least_of_all_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_the_least_of_all_taken_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, order = 0.0, []
     left = {"a": iter([3.0, 2.0, 9.0, 4.0]), "b": iter([7.0, 5.0, 6.0, 8.0])}
 

@@ -12,7 +12,15 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.func import grad, hessian, vmap
 
-from seng.lab.theory.equations import BURGERS, POISSON, SMALL, VISCOSITY, Network, Problem, Start
+from seng.lab.theory.equations import (
+    BURGERS,
+    POISSON,
+    SMALL,
+    VISCOSITY,
+    Network,
+    Problem,
+    Start,
+)
 from seng.lab.theory.pdes import FULL, STUDY, judged
 from seng.lab.theory.rivals import Curve, Rival, Watch, tuned
 
@@ -34,7 +42,9 @@ def test_jet_equals_autograd(c):
 
     torch.testing.assert_close(u, model(x))
     torch.testing.assert_close(torch.stack(first, 1), vmap(grad(at))(x))
-    torch.testing.assert_close(second, vmap(hessian(at))(x).diagonal(dim1=1, dim2=2) @ torch.tensor(c))
+    torch.testing.assert_close(
+        second, vmap(hessian(at))(x).diagonal(dim1=1, dim2=2) @ torch.tensor(c)
+    )
 
 
 class Exact(nn.Module):
@@ -47,7 +57,9 @@ class Exact(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.exact(x)
 
-    def jet(self, x: Tensor, c: tuple[float, ...]) -> tuple[Tensor, list[Tensor], Tensor]:
+    def jet(
+        self, x: Tensor, c: tuple[float, ...]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
         def at(point: Tensor) -> Tensor:
             return self.exact(point[None])[0]
 
@@ -66,9 +78,13 @@ def test_solutions_solve(problem):
 
 def test_the_equations_are_those_that_are_said():
     x = torch.rand(50, 2)
-    assert torch.allclose(POISSON.exact(x), torch.sin(math.pi * x[:, 0]) * torch.sin(math.pi * x[:, 1]))
+    assert torch.allclose(
+        POISSON.exact(x), torch.sin(math.pi * x[:, 0]) * torch.sin(math.pi * x[:, 1])
+    )
     assert torch.allclose(POISSON.source(x), 2 * math.pi**2 * POISSON.exact(x))
-    u, (u_x, u_t), u_xx = (model := Network((2, 6, 1), torch.Generator().manual_seed(0))).jet(x, (1.0, 0.0))
+    u, (u_x, u_t), u_xx = (
+        model := Network((2, 6, 1), torch.Generator().manual_seed(0))
+    ).jet(x, (1.0, 0.0))
     assert torch.allclose(BURGERS.operator(model, x), u_t + u * u_x - VISCOSITY * u_xx)
 
 
@@ -77,7 +93,11 @@ def test_points_lie_where_they_should(problem):
     (x, _), (y, _) = problem.points(torch.Generator().manual_seed(2))
     low, high = torch.tensor(problem.corner), torch.ones(2)
     assert len(x) == problem.inside and ((x > low) & (x < high)).all()
-    on = {(i, end): int((y[:, i] == (low, high)[end][i]).sum()) for i in (0, 1) for end in (0, 1)}
+    on = {
+        (i, end): int((y[:, i] == (low, high)[end][i]).sum())
+        for i in (0, 1)
+        for end in (0, 1)
+    }
     assert {side for side, count in on.items() if count} == set(problem.sides)
     assert sum(on.values()) == len(y) == problem.edge
     assert ((y == low) | (y == high)).sum(1).eq(1).all()
@@ -85,7 +105,10 @@ def test_points_lie_where_they_should(problem):
     assert len(cells.unique(dim=0)) == problem.inside
     for k, (i, _) in enumerate(problem.sides):
         along = y[k :: len(problem.sides), 1 - i]
-        assert (along.sort().values.diff() < 2.001 * (1 - low[1 - i]) * len(problem.sides) / problem.edge).all()
+        assert (
+            along.sort().values.diff()
+            < 2.001 * (1 - low[1 - i]) * len(problem.sides) / problem.edge
+        ).all()
 
 
 def test_burgers_knows_nothing_of_its_end():
@@ -94,7 +117,9 @@ def test_burgers_knows_nothing_of_its_end():
 
 def test_the_sizes_are_those_of_the_task():
     for problem in PROBLEMS:
-        assert 1200 <= sum(p.numel() for p in Start(problem, 0).model.parameters()) <= 5000
+        assert (
+            1200 <= sum(p.numel() for p in Start(problem, 0).model.parameters()) <= 5000
+        )
         assert 600 <= problem.inside + problem.edge <= 1500
         assert problem.steps <= 200
 
@@ -114,7 +139,9 @@ def test_the_factor_is_on_the_boundarys_part_of_the_loss():
     start = Start(SMALL, 0)
     r, s = start.residuals(1.0, False), start.residuals(100.0, False)
     torch.testing.assert_close(s[: SMALL.inside], r[: SMALL.inside])
-    torch.testing.assert_close(s[SMALL.inside :].square().sum(), 100 * r[SMALL.inside :].square().sum())
+    torch.testing.assert_close(
+        s[SMALL.inside :].square().sum(), 100 * r[SMALL.inside :].square().sum()
+    )
 
 
 class Valley:
@@ -134,7 +161,11 @@ class Valley:
         return float((self.model[0].detach() - 1).norm())
 
 
-@pytest.mark.parametrize("rival, error", [(Rival("Adam", 0.05), 1.0), (Rival("L-BFGS", 1.0, 10), 1e-10)], ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    "rival, error",
+    [(Rival("Adam", 0.05), 1.0), (Rival("L-BFGS", 1.0, 10), 1e-10)],
+    ids=lambda x: str(x),
+)
 def test_rivals_descend(rival, error):
     curve = rival.fit(Valley(), 0.6)
     assert curve.errors[-1] < error
@@ -153,7 +184,9 @@ def test_adam_ends_with_a_rate_of_zero(monkeypatch):
 
     monkeypatch.setattr(torch.optim, "Adam", Spy)
     Rival("Adam", 0.05).fit(Valley(), 0.3)
-    assert rates[0] > 0.0499 and rates[-1] < 1e-4 and rates == sorted(rates, reverse=True)
+    assert (
+        rates[0] > 0.0499 and rates[-1] < 1e-4 and rates == sorted(rates, reverse=True)
+    )
 
 
 def test_lbfgs_survives_losses_that_are_not_finite():
@@ -170,12 +203,21 @@ def test_tuning_chooses_the_lowest_error_and_goes_on_past_the_end_of_a_range():
         return [Curve([1], [1.0], [1.0], [distance(rival)]) for rival in rivals]
 
     def distance(rival: Rival) -> float:
-        return 1e-3 + abs(math.log(rival.lr / best.lr)) + abs(math.log(rival.factor / best.factor)) + rival.fresh
+        return (
+            1e-3
+            + abs(math.log(rival.lr / best.lr))
+            + abs(math.log(rival.factor / best.factor))
+            + rival.fresh
+        )
 
     chosen, curve, tries = tuned("Adam", measure)
-    assert chosen == best and curve.lowest == distance(best) == min(one["error"] for one in tries)
+    assert chosen == best and curve.lowest == distance(best) == min(
+        one["error"] for one in tries
+    )
     assert len({one["settings"] for one in tries}) == len(tries) == 9
-    _, _, tries = tuned("L-BFGS", lambda rivals: [Curve([1], [1.0], [1.0], [math.nan]) for _ in rivals])
+    _, _, tries = tuned(
+        "L-BFGS", lambda rivals: [Curve([1], [1.0], [1.0], [math.nan]) for _ in rivals]
+    )
     assert all(one["error"] == math.inf for one in tries)
 
 
@@ -191,11 +233,27 @@ def test_a_watch_counts_only_what_is_between_go_and_hold():
     assert held <= watch.seconds < 0.01
 
 
-def found(ours: list[float], adam: list[float], lbfgs: list[float]) -> dict[str, object]:
+def found(
+    ours: list[float], adam: list[float], lbfgs: list[float]
+) -> dict[str, object]:
     def curves(errors: list[float]) -> list[dict[str, list[float]]]:
-        return [{"steps": [100, 200], "seconds": [1.0, 2.0], "losses": [1.0, 1.0], "errors": [1.0, error]} for error in errors]
+        return [
+            {
+                "steps": [100, 200],
+                "seconds": [1.0, 2.0],
+                "losses": [1.0, 1.0],
+                "errors": [1.0, error],
+            }
+            for error in errors
+        ]
 
-    return {"curves": {"LeastSquares": curves(ours), "Adam": curves(adam), "L-BFGS": curves(lbfgs)}}
+    return {
+        "curves": {
+            "LeastSquares": curves(ours),
+            "Adam": curves(adam),
+            "L-BFGS": curves(lbfgs),
+        }
+    }
 
 
 @pytest.mark.parametrize(
@@ -210,7 +268,9 @@ def found(ours: list[float], adam: list[float], lbfgs: list[float]) -> dict[str,
     ],
 )
 def test_claims_can_fail(errors, holds):
-    assert tuple(claim.holds for claim in judged(POISSON, found(*errors), FULL)) == holds
+    assert (
+        tuple(claim.holds for claim in judged(POISSON, found(*errors), FULL)) == holds
+    )
 
 
 def test_quick():

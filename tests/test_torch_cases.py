@@ -16,12 +16,17 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves
 
 import seng
 
-with mock.patch("torch.backends.disable_global_flags"):  # importing it would freeze the backends' flags for all other tests
+with mock.patch(
+    "torch.backends.disable_global_flags"
+):  # importing it would freeze the backends' flags for all other tests
     from torch.testing._internal import common_optimizers as cases
 settings.load_profile("default")  # and it chooses a profile of hypothesis for them
 
@@ -29,15 +34,29 @@ pytestmark = pytest.mark.filterwarnings("ignore:seng. no module was given")
 
 NOT_HERE = {  # the reason -> torch's cases
     "needs two GPUs": ["forloop_goes_right_direction_multigpu"],
-    "needs a GPU: test_gpu.test_a_checkpoint_moves_between_devices": ["state_dict_with_cuda_params"],
+    "needs a GPU: test_gpu.test_a_checkpoint_moves_between_devices": [
+        "state_dict_with_cuda_params"
+    ],
     "is about fused and capturable, which SENG has not": ["cpu_load_state_dict"],
-    "SENG has no foreach option": ["foreach_large_tensor", "peak_memory_foreach", "defaults_changed_to_foreach"],
+    "SENG has no foreach option": [
+        "foreach_large_tensor",
+        "peak_memory_foreach",
+        "defaults_changed_to_foreach",
+    ],
     "SENG has no fused option": [
-        *("fused_matches_forloop", "fused_error_on_params_on_meta", "fused_large_tensor"),
+        *(
+            "fused_matches_forloop",
+            "fused_error_on_params_on_meta",
+            "fused_large_tensor",
+        ),
         *("fused_does_not_step_if_foundinf", "fused_cpu_matches_cuda"),
     ],
     "is about Adam": [
-        *("adamw_serialization", "fused_mixed_precision_state_init", "fused_mixed_precision_numerics"),
+        *(
+            "adamw_serialization",
+            "fused_mixed_precision_state_init",
+            "fused_mixed_precision_numerics",
+        ),
         "fused_mixed_precision_hook_skips_existing_state",
     ],
     "is about LBFGS": ["step_iteration"],
@@ -50,11 +69,25 @@ def optim_inputs(device, dtype=None):
         "damping": {"damping": 0.3},
         "no momentum": {"momentum": 0.0},
         "refresh at every step": {"refresh_every": 1},
-        "the paper's units": {"units": "paper", "damping": 1.0, "curvature": seng.Curvature(relative_damping=False)},
-        **{form: {"curvature": seng.Curvature(form=form, decay=0)} for form in ("explicit", "implicit", "merged")},
+        "the paper's units": {
+            "units": "paper",
+            "damping": 1.0,
+            "curvature": seng.Curvature(relative_damping=False),
+        },
+        **{
+            form: {"curvature": seng.Curvature(form=form, decay=0)}
+            for form in ("explicit", "implicit", "merged")
+        },
     }
-    theirs = [case for case in cases.optim_inputs_func_sgd(device, dtype) if "dampening" not in case.kwargs]
-    return theirs + [cases.OptimizerInput(params=None, kwargs=kwargs, desc=desc) for desc, kwargs in own.items()]
+    theirs = [
+        case
+        for case in cases.optim_inputs_func_sgd(device, dtype)
+        if "dampening" not in case.kwargs
+    ]
+    return theirs + [
+        cases.OptimizerInput(params=None, kwargs=kwargs, desc=desc)
+        for desc, kwargs in own.items()
+    ]
 
 
 def optim_error_inputs(device, dtype):
@@ -65,9 +98,13 @@ def optim_error_inputs(device, dtype):
         "weight_decay must be at least 0, not -1": {"weight_decay": -1},
         "damping is λ, a number above 0, not 0": {"damping": 0},
     }
-    wrong = {words: cases.OptimizerInput(params=None, kwargs=kwargs, desc=words) for words, kwargs in ours.items()}
+    wrong = {
+        words: cases.OptimizerInput(params=None, kwargs=kwargs, desc=words)
+        for words, kwargs in ours.items()
+    }
     return cases.get_error_inputs_for_all_optims(device, dtype) + [
-        cases.ErrorOptimizerInput(given, error_type=ValueError, error_regex=words) for words, given in wrong.items()
+        cases.ErrorOptimizerInput(given, error_type=ValueError, error_regex=words)
+        for words, given in wrong.items()
     ]
 
 
@@ -75,14 +112,22 @@ INFO = cases.OptimizerInfo(
     seng.SENG,
     optim_inputs_func=optim_inputs,
     optim_error_inputs_func=optim_error_inputs,
-    scheduler_inputs=next(info.scheduler_inputs for info in cases.optim_db if info.name == "SGD"),
+    scheduler_inputs=next(
+        info.scheduler_inputs for info in cases.optim_db if info.name == "SGD"
+    ),
     supported_impls=(),
     not_og_supported_flags=("maximize", "nesterov", "damping"),
 )
-INPUTS = cases._get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float64, INFO)
+INPUTS = cases._get_optim_inputs_including_global_cliquey_kwargs(
+    "cpu", torch.float64, INFO
+)
 ERRORS = INFO.optim_error_inputs_func("cpu", torch.float64)
-with_schedulers = pytest.mark.parametrize("schedulers", INFO.scheduler_inputs, ids=range(len(INFO.scheduler_inputs)))
-named_or_not = pytest.mark.parametrize("named", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+with_schedulers = pytest.mark.parametrize(
+    "schedulers", INFO.scheduler_inputs, ids=range(len(INFO.scheduler_inputs))
+)
+named_or_not = pytest.mark.parametrize(
+    "named", [(False, False), (False, True), (True, False), (True, True)], ids=str
+)
 
 
 @pytest.fixture(params=["no-module", "module"])
@@ -112,7 +157,9 @@ def build(way: str, model: nn.Module, params=None, **options) -> seng.SENG:
 
 
 def closure_of(model: nn.Module, opt: torch.optim.Optimizer) -> Callable[[], Tensor]:
-    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(
+        8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
     def closure():
         opt.zero_grad()
@@ -123,7 +170,9 @@ def closure_of(model: nn.Module, opt: torch.optim.Optimizer) -> Callable[[], Ten
     return closure
 
 
-def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int, schedulers=()) -> bool:
+def train(
+    model: nn.Module, opt: torch.optim.Optimizer, steps: int, schedulers=()
+) -> bool:
     """Whether the loss went the right way."""
     closure = closure_of(model, opt)
     first = closure()
@@ -131,7 +180,9 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int, schedulers=(
         loss = closure()
         assert opt.step() is None
         for scheduler in schedulers:
-            scheduler.step(*((loss,) if isinstance(scheduler, ReduceLROnPlateau) else ()))
+            scheduler.step(
+                *((loss,) if isinstance(scheduler, ReduceLROnPlateau) else ())
+            )
     return bool(closure() > first) == opt.param_groups[0].get("maximize", False)
 
 
@@ -149,23 +200,31 @@ def test_with_a_module_the_curvature_acts():
 
 
 def assert_equal(model: nn.Module, other: nn.Module, **tolerance) -> None:
-    torch.testing.assert_close(list(model.parameters()), list(other.parameters()), **tolerance)
+    torch.testing.assert_close(
+        list(model.parameters()), list(other.parameters()), **tolerance
+    )
 
 
 def assert_same_state(state, other) -> None:
     """To the bit; names of parameters are optional."""
     torch.testing.assert_close(state["state"], other["state"], rtol=0, atol=0)
-    for group, another in zip(state["param_groups"], other["param_groups"], strict=True):
+    for group, another in zip(
+        state["param_groups"], other["param_groups"], strict=True
+    ):
         assert {**group, "param_names": 0} == {**another, "param_names": 0}
 
 
-@pytest.mark.parametrize("name", [name for names in NOT_HERE.values() for name in names])
+@pytest.mark.parametrize(
+    "name", [name for names in NOT_HERE.values() for name in names]
+)
 def test_cases_that_do_not_apply(name):
     pytest.skip(next(reason for reason, names in NOT_HERE.items() if name in names))
 
 
 def test_optim_infos_do_not_specify_global_cliquey_kwargs():
-    assert not any({"foreach", "fused", "differentiable"} & case.kwargs.keys() for case in INPUTS)
+    assert not any(
+        {"foreach", "fused", "differentiable"} & case.kwargs.keys() for case in INPUTS
+    )
 
 
 @pytest.mark.parametrize("flag", ["foreach", "fused", "differentiable", "capturable"])
@@ -178,11 +237,19 @@ def tensors_in(given) -> list[Tensor]:
     """The parameters in anything that an optimizer may be given, well formed or not."""
     if isinstance(given, Tensor):
         return [given]
-    parts = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else ()
+    parts = (
+        given.values()
+        if isinstance(given, dict)
+        else given
+        if isinstance(given, (list, tuple))
+        else ()
+    )
     return list(dict.fromkeys(p for part in parts for p in tensors_in(part)))
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.optimizer_error_input.desc)
+@pytest.mark.parametrize(
+    "error", ERRORS, ids=lambda error: error.optimizer_error_input.desc
+)
 def test_errors(way, error):
     given = error.optimizer_error_input
     model = network(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
@@ -190,7 +257,11 @@ def test_errors(way, error):
         layer.weight = p
     told = pytest.warns if issubclass(error.error_type, Warning) else pytest.raises
     with told(error.error_type, match=error.error_regex):
-        INFO.optim_cls(given.params, **given.kwargs, **({"module": model} if way == "module" else {}))
+        INFO.optim_cls(
+            given.params,
+            **given.kwargs,
+            **({"module": model} if way == "module" else {}),
+        )
 
 
 def test_no_parameters_are_an_error(way):
@@ -199,7 +270,11 @@ def test_no_parameters_are_an_error(way):
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-@pytest.mark.parametrize("schedulers", [[], *INFO.scheduler_inputs], ids=["none", *range(len(INFO.scheduler_inputs))])
+@pytest.mark.parametrize(
+    "schedulers",
+    [[], *INFO.scheduler_inputs],
+    ids=["none", *range(len(INFO.scheduler_inputs))],
+)
 def test_forloop_goes_right_direction(way, options, contiguous, schedulers):
     model = network()
     for p in model.parameters() if not contiguous else ():
@@ -221,22 +296,36 @@ def test_second_order_optims_return_consistent_types(way, options):
 @with_schedulers
 def test_param_group_with_lrscheduler_goes_right_direction(way, schedulers):
     model = network()
-    opt = build(way, model, [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.01}])
+    opt = build(
+        way,
+        model,
+        [
+            {"params": model[0].parameters()},
+            {"params": model[2].parameters(), "lr": 0.01},
+        ],
+    )
     assert train(model, opt, 20, [make(opt) for make in schedulers])
 
 
 @pytest.mark.parametrize("dimensions", [0, 1, 2])
 def test_tensor_lr(way, options, dimensions):
     number, _ = trained(way, **options | {"lr": 0.01})
-    tensor, _ = trained(way, **options | {"lr": torch.tensor(0.01).reshape([1] * dimensions)})
+    tensor, _ = trained(
+        way, **options | {"lr": torch.tensor(0.01).reshape([1] * dimensions)}
+    )
     assert_equal(number, tensor)
 
 
 def test_rosenbrock_sparse(way):
     """torch's SGD takes sparse gradients; SENG says that it does not."""
     model = network(nn.Linear(3, 2), nn.Embedding(4, 3, sparse=True))
-    with pytest.warns(UserWarning, match="embeddings with sparse gradients" if way == "module" else "no module"):
-        opt = INFO.optim_cls(model.parameters(), **({"module": model} if way == "module" else {}))
+    with pytest.warns(
+        UserWarning,
+        match="embeddings with sparse gradients" if way == "module" else "no module",
+    ):
+        opt = INFO.optim_cls(
+            model.parameters(), **({"module": model} if way == "module" else {})
+        )
     model[0](model[1](torch.tensor([0, 2]))).sum().backward()
     with pytest.raises(RuntimeError, match="SENG does not support sparse gradients"):
         opt.step()
@@ -244,24 +333,38 @@ def test_rosenbrock_sparse(way):
 
 def test_complex(options):
     """Without a module: as pairs of real numbers."""
-    params = [torch.randn(4, 5, dtype=torch.complex128), torch.randn(4, dtype=torch.complex128), torch.randn(4, 5)]
-    reals = [torch.view_as_real(p).clone() if p.is_complex() else p.clone() for p in params]
-    optimizers = [INFO.optim_cls(ps, **copy.deepcopy(options)) for ps in (params, reals)]
+    params = [
+        torch.randn(4, 5, dtype=torch.complex128),
+        torch.randn(4, dtype=torch.complex128),
+        torch.randn(4, 5),
+    ]
+    reals = [
+        torch.view_as_real(p).clone() if p.is_complex() else p.clone() for p in params
+    ]
+    optimizers = [
+        INFO.optim_cls(ps, **copy.deepcopy(options)) for ps in (params, reals)
+    ]
     for _ in range(3):
         for p, r in zip(params, reals, strict=True):
             r.grad = torch.randn_like(r)
             p.grad = torch.view_as_complex(r.grad) if p.is_complex() else r.grad
         for opt in optimizers:
             opt.step()
-    torch.testing.assert_close([torch.view_as_real(p) if p.is_complex() else p for p in params], reals)
+    torch.testing.assert_close(
+        [torch.view_as_real(p) if p.is_complex() else p for p in params], reals
+    )
 
 
 def test_complex_2d():
     """With a module: a complex layer takes the plain gradient, and that is said."""
     model = network(nn.Linear(3, 2, dtype=torch.complex128), nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="0.weight, 0.bias .complex parameters are not supported"):
+    with pytest.warns(
+        UserWarning, match="0.weight, 0.bias .complex parameters are not supported"
+    ):
         opt = build("module", model, lr=0.1, momentum=0.0)
-    model[1](model[0](torch.randn(4, 3, dtype=torch.complex128)).abs()).square().sum(1).mean().backward()
+    model[1](model[0](torch.randn(4, 3, dtype=torch.complex128)).abs()).square().sum(
+        1
+    ).mean().backward()
     want = model[0].weight.detach() - 0.1 * model[0].weight.grad
     opt.step()
     torch.testing.assert_close(model[0].weight.detach(), want)
@@ -270,13 +373,25 @@ def test_complex_2d():
 def with_sgd(way: str, make: Callable[[], nn.Module], options: dict):
     """Two models: SENG's at λ = ∞, and that of torch's SGD by its plain loop."""
     ours, theirs = make(), make()
-    same = {k: v for k, v in options.items() if k in ("lr", "momentum", "nesterov", "weight_decay", "maximize")}
-    rest = {k: v for k, v in options.items() if k != "units"} | {"damping": float("inf")}
-    sgd = torch.optim.SGD(theirs.parameters(), foreach=False, **({"lr": 0.1, "momentum": 0.9} | copy.deepcopy(same)))
+    same = {
+        k: v
+        for k, v in options.items()
+        if k in ("lr", "momentum", "nesterov", "weight_decay", "maximize")
+    }
+    rest = {k: v for k, v in options.items() if k != "units"} | {
+        "damping": float("inf")
+    }
+    sgd = torch.optim.SGD(
+        theirs.parameters(),
+        foreach=False,
+        **({"lr": 0.1, "momentum": 0.9} | copy.deepcopy(same)),
+    )
     return (ours, build(way, ours, **rest)), (theirs, sgd)
 
 
-@pytest.mark.filterwarnings("ignore:seng. these parameters take the plain gradient. scalar")
+@pytest.mark.filterwarnings(
+    "ignore:seng. these parameters take the plain gradient. scalar"
+)
 def test_foreach_matches_forloop(way, options):
     """Through a step without gradients and two with a frozen layer; with a parameter of no dimension."""
 
@@ -305,14 +420,20 @@ class Mixed(nn.Sequential):
 def test_mixed_device_dtype(way, options):
     """The dtypes; the devices need GPUs."""
     dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    pairs = with_sgd(way, lambda: Mixed(*network(*(nn.Linear(5, 5, dtype=dtype) for dtype in dtypes))), options)
+    pairs = with_sgd(
+        way,
+        lambda: Mixed(*network(*(nn.Linear(5, 5, dtype=dtype) for dtype in dtypes))),
+        options,
+    )
     for model, opt in pairs:
         for _ in range(3):
             opt.step(closure_of(model, opt))
     assert_equal(pairs[0][0], pairs[1][0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16], ids=str
+)
 def test_set_default_dtype_works_with_foreach(way, options, dtype):
     usual, _ = trained(way, 5, **options)
     model, opt = trained(way, 0, **options)
@@ -333,14 +454,20 @@ def test_a_step_makes_nothing_on_the_default_device(way, options):
 
 def test_param_groups_weight_decay(way, options):
     model = network()
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "weight_decay": 0.0}]
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": model[2].parameters(), "weight_decay": 0.0},
+    ]
     assert train(model, build(way, model, groups, **options), 20)
 
 
 def test_param_groups_lr(way, options):
     model = network()
     still = copy.deepcopy(model[2])
-    groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}]
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.01},
+        {"params": model[2].parameters()},
+    ]
     assert train(model, build(way, model, groups, **options | {"lr": 1e-28}), 20)
     assert_equal(model[2], still, rtol=0, atol=0)
 
@@ -375,14 +502,19 @@ def test_grads_are_never_inplaced_into(way, options):
         closure_of(model, opt)()
         before = [(p.grad, p.grad._version) for p in model.parameters()]
         opt.step()
-        assert all(p.grad is grad and grad._version == n for p, (grad, n) in zip(model.parameters(), before, strict=True))
+        assert all(
+            p.grad is grad and grad._version == n
+            for p, (grad, n) in zip(model.parameters(), before, strict=True)
+        )
 
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad(way, to_none):
     model, opt = trained(way)
     opt.zero_grad(set_to_none=to_none)
-    assert all(p.grad is None if to_none else not p.grad.any() for p in model.parameters())
+    assert all(
+        p.grad is None if to_none else not p.grad.any() for p in model.parameters()
+    )
 
 
 def test_optimizer_can_be_printed(way, options):
@@ -431,7 +563,10 @@ def test_can_load_older_state_dict(way, options):
     for flag in INFO.not_og_supported_flags:
         del older["param_groups"][0][flag]
     opt.load_state_dict(older)
-    assert all(opt.param_groups[0][flag] == opt.defaults[flag] for flag in INFO.not_og_supported_flags)
+    assert all(
+        opt.param_groups[0][flag] == opt.defaults[flag]
+        for flag in INFO.not_og_supported_flags
+    )
     train(model, opt, 1)
 
 
@@ -463,17 +598,27 @@ def test_load_state_dict_across_dtypes(way, options):
     single = copy.deepcopy(double).float()
     other = build(way, single, **options)
     other.load_state_dict(opt.state_dict())
-    assert {leaf.dtype for leaf in tree_leaves(other.state_dict()["state"]) if leaf.is_floating_point()} <= {torch.float32}
+    assert {
+        leaf.dtype
+        for leaf in tree_leaves(other.state_dict()["state"])
+        if leaf.is_floating_point()
+    } <= {torch.float32}
     train(double, opt, 3)
     train(single, other, 3)
     assert_equal(double, single, rtol=1e-3, atol=1e-4, check_dtype=False)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "how",
+    [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))],
+    ids=["deepcopy", "pickle"],
+)
 def test_deepcopy_copies_all_public_attrs(way, options, how):
     model, opt = trained(way, **options)
     other, copied = how((model, opt))
-    assert {name for name in vars(opt) if name[0] != "_"} == {name for name in vars(copied) if name[0] != "_"}
+    assert {name for name in vars(opt) if name[0] != "_"} == {
+        name for name in vars(copied) if name[0] != "_"
+    }
     assert_same_state(opt.state_dict(), copied.state_dict())
     train(model, opt, 3)
     train(other, copied, 3)
@@ -515,7 +660,9 @@ def test_state_dict_hooks_see_the_whole_state(way):
     opt.register_state_dict_post_hook(lambda opt, state: {"wrapped": state})
     other, blocks = build(way, model), []
     other.register_load_state_dict_pre_hook(lambda opt, state: state["wrapped"])
-    other.register_load_state_dict_post_hook(lambda opt: blocks.append(len(getattr(opt.preconditioner, "blocks", ()))))
+    other.register_load_state_dict_post_hook(
+        lambda opt: blocks.append(len(getattr(opt.preconditioner, "blocks", ())))
+    )
     saved = opt.state_dict()
     assert_same_state(saved["wrapped"], want)
     other.load_state_dict(saved)
@@ -538,7 +685,9 @@ def test_a_load_hook_can_put_the_parameters_in_another_order(way):
     other.register_load_state_dict_pre_hook(by_name)
     other.load_state_dict(opt.state_dict())
     mine, theirs = opt.state_dict()["state"], other.state_dict()["state"]
-    torch.testing.assert_close([mine[0], mine[1]], [theirs[1], theirs[0]], rtol=0, atol=0)
+    torch.testing.assert_close(
+        [mine[0], mine[1]], [theirs[1], theirs[0]], rtol=0, atol=0
+    )
 
 
 def test_load_state_dict_pre_hook_and_prepend(way):
@@ -548,11 +697,16 @@ def test_load_state_dict_pre_hook_and_prepend(way):
         state["param_groups"][0]["lr"] = 0.002
 
     def returned(opt, state):
-        return {**state, "param_groups": [{**group, "lr": 0.003} for group in state["param_groups"]]}
+        return {
+            **state,
+            "param_groups": [{**group, "lr": 0.003} for group in state["param_groups"]],
+        }
 
     _, opt = trained(way)
     seen = []
-    opt.register_load_state_dict_post_hook(lambda opt: seen.append(opt.param_groups[0]["lr"]))
+    opt.register_load_state_dict_post_hook(
+        lambda opt: seen.append(opt.param_groups[0]["lr"])
+    )
     opt.load_state_dict(opt.state_dict())
     opt.register_load_state_dict_pre_hook(written)
     opt.load_state_dict(opt.state_dict())
@@ -572,9 +726,15 @@ def test_step_all_hooks(way):
     def saying(word):
         return lambda opt, args, kwargs: said.append(word)
 
-    handles = [register_optimizer_step_pre_hook(saying("all before")), register_optimizer_step_post_hook(saying("all after"))]
+    handles = [
+        register_optimizer_step_pre_hook(saying("all before")),
+        register_optimizer_step_post_hook(saying("all after")),
+    ]
     for each in (opt, other):
-        handles += [each.register_step_pre_hook(saying("before")), each.register_step_post_hook(saying("after"))]
+        handles += [
+            each.register_step_pre_hook(saying("before")),
+            each.register_step_post_hook(saying("after")),
+        ]
     for each in (opt, other, opt):
         each.step(closure_of(model, each))
     for handle in handles:

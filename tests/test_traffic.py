@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import (
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,22 +53,43 @@ def plain(rank: int) -> dict[str, Callable[[], Any]]:
     """A name, and what it does; all of TEN numbers or said otherwise."""
     return {
         "all_reduce": lambda: dist.all_reduce(torch.ones(TEN)),
-        "all_reduce float64": lambda: dist.all_reduce(torch.ones(TEN, dtype=torch.float64)),
-        "all_reduce later": lambda: dist.all_reduce(torch.ones(TEN), async_op=True).wait(),
+        "all_reduce float64": lambda: dist.all_reduce(
+            torch.ones(TEN, dtype=torch.float64)
+        ),
+        "all_reduce later": lambda: dist.all_reduce(
+            torch.ones(TEN), async_op=True
+        ).wait(),
         "all_gather": lambda: dist.all_gather(parts(10, 10), torch.ones(TEN)),
-        "all_gather in one": lambda: dist.group.WORLD._allgather_base(torch.ones(20), torch.ones(TEN)).wait(),
+        "all_gather in one": lambda: dist.group.WORLD._allgather_base(
+            torch.ones(20), torch.ones(TEN)
+        ).wait(),
         "broadcast": lambda: dist.broadcast(torch.ones(TEN), 0),
         "reduce": lambda: dist.reduce(torch.ones(TEN), 0),
-        "gather": lambda: dist.gather(torch.ones(TEN), parts(10, 10) if rank == 0 else None),
-        "scatter": lambda: dist.scatter(torch.ones(TEN), parts(10, 10) if rank == 0 else None),
-        "reduce_scatter": lambda: dist.group.WORLD._reduce_scatter_base(torch.ones(TEN), torch.ones(20)).wait(),
-        "all_to_all": lambda: dist.all_to_all(parts(10, 10), parts(10, 10)),
-        "all_to_all in one": lambda: dist.all_to_all_single(torch.ones(TEN), torch.ones(TEN)),
-        "all_to_all uneven": lambda: dist.all_to_all_single(
-            *(torch.ones(n) for n in ((3, 7) if rank == 0 else (9, 5))), *(([1, 2], [1, 6]) if rank == 0 else ([6, 3], [2, 3]))
+        "gather": lambda: dist.gather(
+            torch.ones(TEN), parts(10, 10) if rank == 0 else None
         ),
-        "send": lambda: dist.send(torch.ones(TEN), 1) if rank == 0 else dist.recv(torch.ones(TEN), 0),
-        "functional": lambda: functional.all_reduce(torch.ones(TEN), "sum", dist.group.WORLD) + 1,
+        "scatter": lambda: dist.scatter(
+            torch.ones(TEN), parts(10, 10) if rank == 0 else None
+        ),
+        "reduce_scatter": lambda: dist.group.WORLD._reduce_scatter_base(
+            torch.ones(TEN), torch.ones(20)
+        ).wait(),
+        "all_to_all": lambda: dist.all_to_all(parts(10, 10), parts(10, 10)),
+        "all_to_all in one": lambda: dist.all_to_all_single(
+            torch.ones(TEN), torch.ones(TEN)
+        ),
+        "all_to_all uneven": lambda: dist.all_to_all_single(
+            *(torch.ones(n) for n in ((3, 7) if rank == 0 else (9, 5))),
+            *(([1, 2], [1, 6]) if rank == 0 else ([6, 3], [2, 3])),
+        ),
+        "send": lambda: (
+            dist.send(torch.ones(TEN), 1)
+            if rank == 0
+            else dist.recv(torch.ones(TEN), 0)
+        ),
+        "functional": lambda: (
+            functional.all_reduce(torch.ones(TEN), "sum", dist.group.WORLD) + 1
+        ),
         "barrier": dist.barrier,
         "nothing": lambda: torch.ones(TEN) + 1,
     }
@@ -126,18 +152,24 @@ def silent(model: DistributedDataParallel) -> None:
 
 def half(_, bucket):
     """Gradients travel in half precision."""
-    future = dist.all_reduce(bucket.buffer().to(torch.float16), async_op=True).get_future()
+    future = dist.all_reduce(
+        bucket.buffer().to(torch.float16), async_op=True
+    ).get_future()
     return future.then(lambda done: done.value()[0].to(torch.float32))
 
 
 def count(rank: int, folder: str) -> None:
     """On one rank: what Traffic says of each."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
     said = {}
     for name, work in {**plain(rank), **wrapped()}.items():
         if name not in plain(rank):
-            for _ in range(2):  # DistributedDataParallel settles its buckets after the first backward
+            for _ in range(
+                2
+            ):  # DistributedDataParallel settles its buckets after the first backward
                 work()
         with Traffic() as traffic:
             work()
@@ -150,7 +182,9 @@ def count(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, int]]]]:
+def counted(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, list[dict[str, int]]]]:
     """Everything on two ranks, once."""
     folder = tmp_path_factory.mktemp("ranks")
     spawn(count, (str(folder),), RANKS)
@@ -164,7 +198,9 @@ def test_bytes_are_those_of_the_tensors_that_a_rank_gives(counted, name: str) ->
 
 def test_everything_was_counted_and_messages_are_told_apart(counted) -> None:
     assert set(counted[0]) == set(WANT)
-    assert counted[0]["DistributedDataParallel"][1] == {"all_reduce": 1} and counted[0]["three buckets"][1] == {"all_reduce": 3}
+    assert counted[0]["DistributedDataParallel"][1] == {"all_reduce": 1} and counted[0][
+        "three buckets"
+    ][1] == {"all_reduce": 3}
     assert counted[0]["send"][1] == {"send": 1} and counted[1]["send"][1] == {}
 
 
@@ -183,32 +219,71 @@ def test_an_operator_without_a_rule_is_refused() -> None:
 def test_bench_counts_what_each_strategy_sends_and_says_why_one_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    monkeypatch.setattr(distributed, "STRATEGIES", ("shared", "block", "lagged", "none such"))
+    monkeypatch.setattr(
+        distributed, "STRATEGIES", ("shared", "block", "lagged", "none such")
+    )
     monkeypatch.setattr(distributed, "cores", lambda: 1)
     words = "bench --distributed --models small_cnn --ranks 2 --batch 4 --rank 4 --window 2 --rounds 1 --device cpu --out"
     cli.main([*words.split(), str(tmp_path)])
     (path,) = tmp_path.glob("*.json")
     assert path.name == "small_cnn-distributed-rank4-batch4-cpu.json"
     result = json.loads(path.read_text())
-    assert result["finished"] and {"command", "commit", "machine", "versions", "seed"} <= set(result)
+    assert result["finished"] and {
+        "command",
+        "commit",
+        "machine",
+        "versions",
+        "seed",
+    } <= set(result)
     assert "--distributed" in result["command"] and "--ranks 2" in result["command"]
-    assert result["setting"]["batch_per_rank"] == 4 and result["setting"]["backend"] == "gloo"
+    assert (
+        result["setting"]["batch_per_rank"] == 4
+        and result["setting"]["backend"] == "gloo"
+    )
     sgd, *ours, failed = result["rows"]
-    told = Projection(layers(small_cnn()), Compute(1.0), Link(), Method(k=4, samples=4, basis_bytes=4))  # of `seng scale`
-    buffers = sum(t.numel() * t.element_size() for t in small_cnn().to(torch.float32).buffers())
+    told = Projection(
+        layers(small_cnn()), Compute(1.0), Link(), Method(k=4, samples=4, basis_bytes=4)
+    )  # of `seng scale`
+    buffers = sum(
+        t.numel() * t.element_size() for t in small_cnn().to(torch.float32).buffers()
+    )
     assert sgd["contender"] == "sgd" and sgd["gradient_bytes"] == told.gradient
     assert sgd["idle_by_kind"] == {"all_reduce": told.gradient, "broadcast": buffers}
-    assert sgd["extra_gradients"] == 0 and sgd["ratio_to_sgd"] == sgd["efficiency"] == 1 and sgd["shares_cores"]
-    assert failed["contender"] == "seng none such" and failed["step_ms"] is None and "none such" in failed["note"]
-    assert [row["note"] for row in ours] == [""] * 3 and all(row["step_ms"] > 0 for row in ours)
+    assert (
+        sgd["extra_gradients"] == 0
+        and sgd["ratio_to_sgd"] == sgd["efficiency"] == 1
+        and sgd["shares_cores"]
+    )
+    assert (
+        failed["contender"] == "seng none such"
+        and failed["step_ms"] is None
+        and "none such" in failed["note"]
+    )
+    assert [row["note"] for row in ours] == [""] * 3 and all(
+        row["step_ms"] > 0 for row in ours
+    )
     shared, block, lagged = ours
-    assert shared["idle_by_kind"] == sgd["idle_by_kind"] and shared["extra_gradients"] > 0
-    assert block["idle_bytes"] == lagged["idle_bytes"] == sgd["idle_bytes"] + told.gradient
-    assert block["idle_messages"] > lagged["idle_messages"] == shared["idle_messages"] == sgd["idle_messages"]
+    assert (
+        shared["idle_by_kind"] == sgd["idle_by_kind"] and shared["extra_gradients"] > 0
+    )
+    assert (
+        block["idle_bytes"] == lagged["idle_bytes"] == sgd["idle_bytes"] + told.gradient
+    )
+    assert (
+        block["idle_messages"]
+        > lagged["idle_messages"]
+        == shared["idle_messages"]
+        == sgd["idle_messages"]
+    )
     assert shared["refresh_by_kind"]["all_reduce"] == told.gradient + told.basis
-    assert shared["refresh_by_kind"]["all_to_all"] == (told.sketches + told.directions) / 2  # half of it is for the other rank
+    assert (
+        shared["refresh_by_kind"]["all_to_all"] == (told.sketches + told.directions) / 2
+    )  # half of it is for the other rank
     printed = capsys.readouterr().out
-    assert "more ranks than the 1 cores" in printed and "2 ranks, seng none such: ValueError" in printed
+    assert (
+        "more ranks than the 1 cores" in printed
+        and "2 ranks, seng none such: ValueError" in printed
+    )
     cli.main(["bench", "--plot", str(tmp_path)])  # draws nothing, and does not stumble
     assert not capsys.readouterr().out
 
@@ -222,7 +297,9 @@ def test_bench_counts_what_each_strategy_sends_and_says_why_one_does_not_run(
         (["--distributed", "--compile"], ["leave --contenders and --compile out"]),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(arguments: list[str], said: list[str], capsys) -> None:
+def test_options_that_do_not_go_together_are_refused(
+    arguments: list[str], said: list[str], capsys
+) -> None:
     with pytest.raises(SystemExit):
         cli.main(["bench", *arguments])
     printed = " ".join(capsys.readouterr().err.replace("│", " ").split())
@@ -230,7 +307,10 @@ def test_options_that_do_not_go_together_are_refused(arguments: list[str], said:
 
 
 def test_efficiency_is_throughput_beside_that_of_the_fewest_ranks() -> None:
-    rows = [distributed.Row("sgd", 2, samples_per_second=100.0), distributed.Row("sgd", 8, samples_per_second=300.0)]
+    rows = [
+        distributed.Row("sgd", 2, samples_per_second=100.0),
+        distributed.Row("sgd", 8, samples_per_second=300.0),
+    ]
     rows.append(distributed.Row("seng shared", 8, note="failed"))
     distributed.scaled(rows)
     assert [row.efficiency for row in rows] == [1.0, 0.75, None]

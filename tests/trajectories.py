@@ -41,23 +41,45 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.tokens(x) + self.places(torch.arange(5).expand_as(x))
-        q, k, v = (t.unflatten(2, (2, 4)).transpose(1, 2) for t in self.qkv(self.first(h)).chunk(3, 2))
-        h = h + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = (
+            t.unflatten(2, (2, 4)).transpose(1, 2)
+            for t in self.qkv(self.first(h)).chunk(3, 2)
+        )
+        h = h + self.out(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
         return self.head(h + self.mlp(self.second(h)))
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 7, bias=False), nn.Tanh(), nn.Linear(7, 4))
+    return nn.Sequential(
+        nn.Linear(6, 9),
+        nn.Tanh(),
+        nn.LayerNorm(9),
+        nn.Linear(9, 7, bias=False),
+        nn.Tanh(),
+        nn.Linear(7, 4),
+    )
 
 
 def cnn() -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, stride=2, groups=2), nn.ReLU()),
+        *(
+            nn.Conv2d(2, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 4, 3, stride=2, groups=2),
+            nn.ReLU(),
+        ),
         *(nn.ConvTranspose2d(4, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 4)),
     )
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "cnn": cnn, "transformer": Transformer}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "transformer": Transformer,
+}
 
 
 def batches(name: str, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -67,7 +89,9 @@ def batches(name: str, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
             text = torch.randint(9, (BATCH, 6), generator=draw)
             yield text[:, :5], text[:, 1:]
         else:
-            x = torch.randn(BATCH, *{"mlp": (6,), "cnn": (2, 6, 6)}[name], generator=draw)
+            x = torch.randn(
+                BATCH, *{"mlp": (6,), "cnn": (2, 6, 6)}[name], generator=draw
+            )
             yield x, torch.randint(4, (BATCH,), generator=draw)
 
 
@@ -86,19 +110,37 @@ class Method:
     loop: str = "plain"
 
 
-def curved(lr: float = 0.05, loop: str = "plain", options: dict[str, Any] | None = None, **curvature: Any) -> Method:
+def curved(
+    lr: float = 0.05,
+    loop: str = "plain",
+    options: dict[str, Any] | None = None,
+    **curvature: Any,
+) -> Method:
     """SENG with a curvature."""
-    return Method(lambda m: seng.SENG(m, lr, refresh_every=EVERY, curvature=Curvature(**curvature), **(options or {})), loop)
+    return Method(
+        lambda m: seng.SENG(
+            m,
+            lr,
+            refresh_every=EVERY,
+            curvature=Curvature(**curvature),
+            **(options or {}),
+        ),
+        loop,
+    )
 
 
 def default(lr: float = 0.05, loop: str = "plain", **options: Any) -> Method:
-    return Method(lambda m: seng.SENG(m, lr, **{"refresh_every": EVERY, **options}), loop)
+    return Method(
+        lambda m: seng.SENG(m, lr, **{"refresh_every": EVERY, **options}), loop
+    )
 
 
 def attached(curvature: Curvature | None = None) -> Method:
     def build(model: nn.Module) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), 0.003, eps=1e-3)
-        optimizer.handle = seng.attach(optimizer, model, refresh_every=EVERY, curvature=curvature)  # type: ignore[attr-defined]
+        optimizer.handle = seng.attach(
+            optimizer, model, refresh_every=EVERY, curvature=curvature
+        )  # type: ignore[attr-defined]
         return optimizer
 
     return Method(build)
@@ -106,15 +148,22 @@ def attached(curvature: Curvature | None = None) -> Method:
 
 def groups(model: nn.Module) -> Any:
     params = list(model.parameters())
-    halves = [{"params": params[:2], "lr": 0.02, "damping": 0.1}, {"params": params[2:], "weight_decay": 0.01}]
-    return seng.SENG(halves, 0.05, module=model, refresh_every=EVERY, curvature=Curvature())
+    halves = [
+        {"params": params[:2], "lr": 0.02, "damping": 0.1},
+        {"params": params[2:], "weight_decay": 0.01},
+    ]
+    return seng.SENG(
+        halves, 0.05, module=model, refresh_every=EVERY, curvature=Curvature()
+    )
 
 
 KRONECKER: dict[str, Any] = {"base": "kronecker"}
 sketch = seng.sketch
 METHODS: dict[str, Method] = {
     "default": default(),
-    "default-nesterov": default(nesterov=True, weight_decay=0.01, momentum=0.8, damping=0.1),
+    "default-nesterov": default(
+        nesterov=True, weight_decay=0.01, momentum=0.8, damping=0.1
+    ),
     "default-micro": default(loop="micro"),
     "default-damping": default(loop="damping"),
     "default-resumed": default(loop="resumed"),
@@ -136,29 +185,56 @@ METHODS: dict[str, Method] = {
     "implicit-exact": curved(form="implicit", decay=0.0, rank=100),
     "auto": curved(decay=0.0, rank=100),
     "sketch-rows": curved(form="explicit", decay=0.0, sketch=sketch.Rows(30)),
-    "sketch-leverage": curved(form="implicit", decay=0.0, sketch=sketch.LeverageRows(30)),
-    "sketch-kronecker": curved(form="implicit", decay=0.0, sketch=sketch.KroneckerRows(4, 5)),
+    "sketch-leverage": curved(
+        form="implicit", decay=0.0, sketch=sketch.LeverageRows(30)
+    ),
+    "sketch-kronecker": curved(
+        form="implicit", decay=0.0, sketch=sketch.KroneckerRows(4, 5)
+    ),
     "sketch-gaussian": curved(form="explicit", decay=0.0, sketch=sketch.Gaussian(30)),
-    "sketch-count": curved(form="merged", decay=0.0, rank=5, sketch=sketch.CountSketch(30)),
+    "sketch-count": curved(
+        form="merged", decay=0.0, rank=5, sketch=sketch.CountSketch(30)
+    ),
     "sketch-averaged": curved(sketch=sketch.Rows(40), rank=6),
     "independent": curved(form="implicit", decay=0.0, combine="independent", rank=2),
     "paper": Method(lambda m: seng.SENG(m, 0.05, **seng.presets.paper(0.5, EVERY))),
     "paper-units": Method(
-        lambda m: seng.SENG(m, 0.02, units="paper", **seng.presets.paper(0.5, EVERY, sketch.LeverageRows(40)))
+        lambda m: seng.SENG(
+            m,
+            0.02,
+            units="paper",
+            **seng.presets.paper(0.5, EVERY, sketch.LeverageRows(40)),
+        )
     ),
     "kronecker-small": curved(rank=0, base_rank=3, **KRONECKER),
     "kronecker-whole": curved(rank=0, power=1, **KRONECKER),
-    "kronecker-absolute": curved(rank=0, relative_damping=False, options={"damping": 0.003}, **KRONECKER),
+    "kronecker-absolute": curved(
+        rank=0, relative_damping=False, options={"damping": 0.003}, **KRONECKER
+    ),
     "kronecker-length": curved(0.01, rank=0, graft=False, **KRONECKER),
     "kronecker-merged": curved(rank=4, base_rank=4, **KRONECKER),
     "kronecker-explicit": curved(form="explicit", decay=0.0, **KRONECKER),
-    "kronecker-implicit": curved(form="implicit", decay=0.0, rank=2, options={"damping": 0.1}, **KRONECKER),
-    "kronecker-sketch": curved(form="merged", rank=5, sketch=sketch.CountSketch(30), options={"damping": 0.1}, **KRONECKER),
+    "kronecker-implicit": curved(
+        form="implicit", decay=0.0, rank=2, options={"damping": 0.1}, **KRONECKER
+    ),
+    "kronecker-sketch": curved(
+        form="merged",
+        rank=5,
+        sketch=sketch.CountSketch(30),
+        options={"damping": 0.1},
+        **KRONECKER,
+    ),
     "orthogonal": default(0.1, orthogonal=True),
-    "orthogonal-plain": Method(lambda m: seng.SENG(m, 0.1, **seng.presets.orthogonal())),
-    "orthogonal-kronecker": curved(0.1, rank=0, options={"orthogonal": True, "weight_decay": 0.01}, **KRONECKER),
+    "orthogonal-plain": Method(
+        lambda m: seng.SENG(m, 0.1, **seng.presets.orthogonal())
+    ),
+    "orthogonal-kronecker": curved(
+        0.1, rank=0, options={"orthogonal": True, "weight_decay": 0.01}, **KRONECKER
+    ),
     "sampled": curved(fisher="sampled"),
-    "gauss-newton": curved(fisher="gauss-newton", loss="cross-entropy", form="explicit", decay=0.0),
+    "gauss-newton": curved(
+        fisher="gauss-newton", loss="cross-entropy", form="explicit", decay=0.0
+    ),
     "sampled-kronecker": curved(fisher="sampled", rank=0, **KRONECKER),
     "network": curved(blocks="network"),
     "network-explicit": curved(blocks="network", form="explicit", decay=0.0),
@@ -166,8 +242,16 @@ METHODS: dict[str, Method] = {
     "attach": attached(),
     "attach-low-rank": attached(Curvature(rank=5)),
     "kfac": Method(lambda m: seng.KFAC(m, 0.02, refresh_every=EVERY)),
-    "kfac-micro": Method(lambda m: seng.KFAC(m, 0.02, refresh_every=EVERY, weight_decay=0.01, nesterov=True), "micro"),
-    "kfac-damping": Method(lambda m: seng.KFAC(m, 0.02, refresh_every=EVERY, decay=0.5, damping=0.2), "damping"),
+    "kfac-micro": Method(
+        lambda m: seng.KFAC(
+            m, 0.02, refresh_every=EVERY, weight_decay=0.01, nesterov=True
+        ),
+        "micro",
+    ),
+    "kfac-damping": Method(
+        lambda m: seng.KFAC(m, 0.02, refresh_every=EVERY, decay=0.5, damping=0.2),
+        "damping",
+    ),
 }
 
 
@@ -185,26 +269,44 @@ FITS: dict[str, dict[str, Any]] = {
     "least-squares-whole": {"separate": False, "damping": 0.1},
 }
 
-RANKS: dict[str, tuple[str, Method]] = {  # method -> how the network is spread, and how it is trained
+RANKS: dict[
+    str, tuple[str, Method]
+] = {  # method -> how the network is spread, and how it is trained
     "shared-default": ("ddp", default()),
     "shared-low-rank": ("ddp", curved()),
     "shared-sketch": ("ddp", curved(sketch=sketch.CountSketch(40), rank=6, decay=0.0)),
     "shared-kronecker-merged": ("ddp", curved(rank=4, **KRONECKER)),
     "shared-orthogonal": ("ddp", default(0.1, orthogonal=True)),
     "block-default": ("ddp", default(strategy="block")),
-    "block-explicit": ("ddp", curved(form="explicit", decay=0.0, options={"strategy": "block"})),
+    "block-explicit": (
+        "ddp",
+        curved(form="explicit", decay=0.0, options={"strategy": "block"}),
+    ),
     "block-independent": (
         "ddp",
-        curved(form="implicit", combine="independent", decay=0.0, rank=2, options={"strategy": "block"}),
+        curved(
+            form="implicit",
+            combine="independent",
+            decay=0.0,
+            rank=2,
+            options={"strategy": "block"},
+        ),
     ),
     "lagged-default": ("ddp", default(0.02, strategy="lagged")),
-    "lagged-implicit": ("ddp", curved(0.02, form="implicit", decay=0.0, rank=3, options={"strategy": "lagged"})),
+    "lagged-implicit": (
+        "ddp",
+        curved(
+            0.02, form="implicit", decay=0.0, rank=3, options={"strategy": "lagged"}
+        ),
+    ),
     "fsdp-default": ("fsdp", default()),
     "fsdp-merged": ("fsdp", curved(decay=0.0, rank=5)),
 }
 
 
-def _step(method: Method, step: int, model: nn.Module, opt: Any, x: Tensor, y: Tensor) -> float:
+def _step(
+    method: Method, step: int, model: nn.Module, opt: Any, x: Tensor, y: Tensor
+) -> float:
     opt.zero_grad()
     parts = 3 if method.loop == "micro" else 1
     total = 0.0
@@ -240,7 +342,9 @@ def trajectory(name: str, method: Method, nudge: float = 0.0) -> dict[str, list[
     return {"losses": losses, "tensors": fingerprints(list(model.parameters()))}
 
 
-def fit(name: str, options: dict[str, Any], nudge: float = 0.0) -> dict[str, list[float]]:
+def fit(
+    name: str, options: dict[str, Any], nudge: float = 0.0
+) -> dict[str, list[float]]:
     """The same for least squares, on one batch."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -251,11 +355,15 @@ def fit(name: str, options: dict[str, Any], nudge: float = 0.0) -> dict[str, lis
     fitted = seng.LeastSquares(model, residual, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of them are differentiated as a whole
-        losses = [fitted.step(x, y) for _ in range(5)]  # from then on some are at rounding
+        losses = [
+            fitted.step(x, y) for _ in range(5)
+        ]  # from then on some are at rounding
     return {"losses": losses, "tensors": fingerprints(list(model.parameters()))}
 
 
-def on_rank(rank: int, key: str, name: str, nudge: float = 0.0) -> dict[str, list[float]]:
+def on_rank(
+    rank: int, key: str, name: str, nudge: float = 0.0
+) -> dict[str, list[float]]:
     """The same on one of several ranks; uneven parts of each batch."""
     how, method = RANKS[key]
     torch.manual_seed(0)
@@ -291,7 +399,9 @@ def fingerprints(tensors: list[Tensor]) -> list[float]:
 def difference(got: dict[str, list[float]], want: dict[str, list[float]]) -> float:
     """The largest, relative where numbers are above 1."""
     pairs = [(a, b) for key in want for a, b in zip(got[key], want[key], strict=True)]
-    return max(abs(a - b) / max(1.0, abs(b)) if a == a else float("inf") for a, b in pairs)
+    return max(
+        abs(a - b) / max(1.0, abs(b)) if a == a else float("inf") for a, b in pairs
+    )
 
 
 def read(key: str) -> dict[str, dict[str, list[float]]]:
@@ -315,11 +425,16 @@ def main(keys: list[str]) -> None:
                 found[name] = ranks(on_rank, key, name)[0]
                 off[name] = difference(ranks(on_rank, key, name, 1e-15)[0], found[name])
                 continue
-            run, how = (trajectory, METHODS[key]) if key in METHODS else (fit, FITS[key])
+            run, how = (
+                (trajectory, METHODS[key]) if key in METHODS else (fit, FITS[key])
+            )
             found[name] = run(name, how)
             off[name] = difference(run(name, how, 1e-15), found[name])
         write(key, found)
-        ends = {name: f"{t['losses'][0]:.3f} -> {t['losses'][-1]:.3g} ({off[name]:.0e})" for name, t in found.items()}
+        ends = {
+            name: f"{t['losses'][0]:.3f} -> {t['losses'][-1]:.3g} ({off[name]:.0e})"
+            for name, t in found.items()
+        }
         print(f"{key:26}", ends, flush=True)
     if ranks is not None:
         ranks.close()

@@ -45,13 +45,21 @@ class Averaging:
     module: nn.Module
     covered: dict[int, Covered] = field(default_factory=dict)  # alike on all ranks
     before: Tensors = field(default_factory=dict)  # the gradients of the last step
-    local: Tensors = field(default_factory=dict)  # this rank's U_i b_i, to be sent along with the coming gradients
-    received: Tensors = field(default_factory=dict)  # and their mean, once it has arrived
+    local: Tensors = field(
+        default_factory=dict
+    )  # this rank's U_i b_i, to be sent along with the coming gradients
+    received: Tensors = field(
+        default_factory=dict
+    )  # and their mean, once it has arrived
     stamp: Any = None  # under which dampings and curvature `local` was worked out
 
     def __post_init__(self) -> None:
         self.hooked = False
-        if self.lagged and self.team.many and isinstance(self.module, nn.parallel.DistributedDataParallel):
+        if (
+            self.lagged
+            and self.team.many
+            and isinstance(self.module, nn.parallel.DistributedDataParallel)
+        ):
             try:
                 self.module.register_comm_hook((self.team, weakref.ref(self)), _along)
                 self.hooked = True
@@ -66,10 +74,18 @@ class Averaging:
         """What belongs to steps that are no more."""
         self.covered, self.before, self.local, self.received = {}, {}, {}, {}
 
-    def directions(self, grads: Gradients, ready: Ready, blocks: Mapping[int, Block], stamp: Any) -> Tensors:
+    def directions(
+        self, grads: Gradients, ready: Ready, blocks: Mapping[int, Block], stamp: Any
+    ) -> Tensors:
         """d for every gradient; what came along with them holds where the stamp, alike on all ranks, is still the same."""
-        arrived = bool(self.local) and self.received.keys() == self.local.keys() and self.stamp == stamp
-        mean = self.received if arrived else self._mean(self._base(grads), ready, blocks)
+        arrived = (
+            bool(self.local)
+            and self.received.keys() == self.local.keys()
+            and self.stamp == stamp
+        )
+        mean = (
+            self.received if arrived else self._mean(self._base(grads), ready, blocks)
+        )
         self.local, self.received = {}, {}
         if self.lagged:
             self.before = {p: g.clone() for p, g in grads.items()}
@@ -78,16 +94,27 @@ class Averaging:
     def ahead(self, ready: Ready, blocks: Mapping[int, Block], stamp: Any) -> None:
         """After a step whose successor does not refresh: what can be sent along with its gradients."""
         self.stamp = stamp
-        if self.hooked and self.before and all(c.rank is None for c in self.covered.values()):
+        if (
+            self.hooked
+            and self.before
+            and all(c.rank is None for c in self.covered.values())
+        ):
             self.local = self._corrections(self.before, ready, blocks)[0]
 
     def _base(self, grads: Gradients) -> Tensors:
         """ĝ."""
-        return {p: self.before.get(p, g) if self.lagged else g for p, g in grads.items()}
+        return {
+            p: self.before.get(p, g) if self.lagged else g for p, g in grads.items()
+        }
 
-    def _mean(self, base: Tensors, ready: Ready, blocks: Mapping[int, Block]) -> Tensors:
+    def _mean(
+        self, base: Tensors, ready: Ready, blocks: Mapping[int, Block]
+    ) -> Tensors:
         out, sides = self._corrections(base, ready, blocks)
-        self.team.mean_([*out.values(), *(x for pair in sides.values() for x in pair)], "averaging directions")
+        self.team.mean_(
+            [*out.values(), *(x for pair in sides.values() for x in pair)],
+            "averaging directions",
+        )
         for index, (G, A) in sides.items():
             covered = self.covered[index]
             parts = covered.site.scatter(covered.active, (G @ A.mT).flatten())
@@ -104,19 +131,29 @@ class Averaging:
         for index, covered in sorted(self.covered.items()):
             solve = solves.get(id(blocks[index])) if index in blocks else None
             if covered.rank is None:
-                out |= {s.param: base[s.param] - solved[s.param] for s in covered.active if s.param in base}
+                out |= {
+                    s.param: base[s.param] - solved[s.param]
+                    for s in covered.active
+                    if s.param in base
+                }
                 continue
             h, n_G, n_A = covered.site.shape(covered.active)
             like, dtype = covered.site.lead, covered.site.dtype
             if solve is None:
-                sides[index] = tuple(like.new_zeros(h, n, covered.rank, dtype=dtype) for n in (n_G, n_A))  # type: ignore[assignment]
+                sides[index] = tuple(
+                    like.new_zeros(h, n, covered.rank, dtype=dtype) for n in (n_G, n_A)
+                )  # type: ignore[assignment]
                 continue
             U = solve.block.U
             assert isinstance(U, Independent)
             g = covered.site.gather(covered.active, base, dtype)
-            b = solve.inverse @ solve.block.Xi.rmv(solve.block.omega(g)).to(solve.inverse.dtype)
+            b = solve.inverse @ solve.block.Xi.rmv(solve.block.omega(g)).to(
+                solve.inverse.dtype
+            )
             b = torch.where(b.isfinite().all(), b, 0).to(dtype)
-            sides[index] = tuple(F.pad(x, (0, covered.rank - x.shape[-1])) for x in U.sides(b))  # type: ignore[assignment]
+            sides[index] = tuple(
+                F.pad(x, (0, covered.rank - x.shape[-1])) for x in U.sides(b)
+            )  # type: ignore[assignment]
         return out, sides
 
 
@@ -126,11 +163,19 @@ def _along(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at ann
     return _sent(team, averaging(), bucket)
 
 
-def _sent(team: Team, averaging: Averaging | None, bucket: Any) -> torch.futures.Future[Tensor]:
+def _sent(
+    team: Team, averaging: Averaging | None, bucket: Any
+) -> torch.futures.Future[Tensor]:
     grads: Tensor = bucket.buffer()
-    local, received = ({}, {}) if averaging is None else (averaging.local, averaging.received)
+    local, received = (
+        ({}, {}) if averaging is None else (averaging.local, averaging.received)
+    )
     extra = [(p, local[p]) for p in bucket.parameters() if p in local]
-    both = torch.cat([grads, *(t.reshape(-1).to(grads.dtype) for _, t in extra)]) if extra else grads
+    both = (
+        torch.cat([grads, *(t.reshape(-1).to(grads.dtype) for _, t in extra)])
+        if extra
+        else grads
+    )
     both.div_(team.size)
     sent = dist.all_reduce(both, group=team.group, async_op=True).get_future()
 
@@ -141,7 +186,12 @@ def _sent(team: Team, averaging: Averaging | None, bucket: Any) -> torch.futures
         if not extra:
             return whole
         parts = whole[grads.numel() :].split([t.numel() for _, t in extra])
-        received.update({p: part.view_as(t).to(t.dtype) for (p, t), part in zip(extra, parts, strict=True)})
+        received.update(
+            {
+                p: part.view_as(t).to(t.dtype)
+                for (p, t), part in zip(extra, parts, strict=True)
+            }
+        )
         grads.copy_(whole[: grads.numel()])
         return grads
 

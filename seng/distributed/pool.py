@@ -50,7 +50,12 @@ class Share:
         if not self.whole:
             assert self.V is not None
             return self.U.combine(self.V.to(self.U.dtype))
-        Y = torch.zeros(self.samples, self.U.n, dtype=self.U.dtype, device=self.U.tensors()[0].device)
+        Y = torch.zeros(
+            self.samples,
+            self.U.n,
+            dtype=self.U.dtype,
+            device=self.U.tensors()[0].device,
+        )
         first = sum(self.counts[: team.rank])
         Y[first : first + self.U.samples] = self.U.explicit().U.T
         return Y
@@ -59,10 +64,14 @@ class Share:
 def empty(shape: Shape, dtype: torch.dtype, device: torch.device) -> Operator:
     """U of a rank without samples."""
     h, n_G, n_A = shape
-    return Implicit(*(torch.zeros(0, h, n, 1, dtype=dtype, device=device) for n in (n_G, n_A)))
+    return Implicit(
+        *(torch.zeros(0, h, n, 1, dtype=dtype, device=device) for n in (n_G, n_A))
+    )
 
 
-def pooled(team: Team, shares: Sequence[Share], sketch: Sketch | None, half: bool = False) -> list[Tensor]:
+def pooled(
+    team: Team, shares: Sequence[Share], sketch: Sketch | None, half: bool = False
+) -> list[Tensor]:
     """Y (k, n) of each layer, alike on all ranks; `half` sends it in half precision."""
     for share in shares:
         share.U = share.U.scaled(team.size**-0.5)
@@ -71,7 +80,9 @@ def pooled(team: Team, shares: Sequence[Share], sketch: Sketch | None, half: boo
     if not half or not team.many:
         team.sum_(out, "adding up the ranks' bases")
         return out
-    sizes = torch.stack([Y.abs().amax() if Y.numel() else Y.new_zeros(()) for Y in out]).nan_to_num(0, 0, 0)
+    sizes = torch.stack(
+        [Y.abs().amax() if Y.numel() else Y.new_zeros(()) for Y in out]
+    ).nan_to_num(0, 0, 0)
     team.max_(sizes, "comparing the ranks' bases")
     scales = torch.where(sizes > 0, sizes, 1).unbind()
     small = [
@@ -81,22 +92,33 @@ def pooled(team: Team, shares: Sequence[Share], sketch: Sketch | None, half: boo
     return [Y.to(scale.dtype) * scale for Y, scale in zip(small, scales, strict=True)]
 
 
-def _find_directions(team: Team, shares: Sequence[Share], sketch: Sketch | None) -> None:
+def _find_directions(
+    team: Team, shares: Sequence[Share], sketch: Sketch | None
+) -> None:
     """V_i of every layer: layers are dealt out to the ranks, which work them out for all."""
     if not shares:
         return
     like = shares[0].U.tensors()[0]
-    dtype = torch.promote_types(max((s.U.dtype for s in shares), key=lambda t: t.itemsize), torch.float32)
+    dtype = torch.promote_types(
+        max((s.U.dtype for s in shares), key=lambda t: t.itemsize), torch.float32
+    )
     owned = [shares[rank :: team.size] for rank in range(team.size)]
     seen = {id(s): _seen(team, s, sketch).to(dtype) for s in shares}  # Ξ_i (q, ϱ_i)
     for share in shares:
-        share.rank = min(share.rank, len(seen[id(share)]))  # no more directions than a sketch has rows
+        share.rank = min(
+            share.rank, len(seen[id(share)])
+        )  # no more directions than a sketch has rows
     flat = [_joined([seen[id(s)] for s in theirs], like, dtype) for theirs in owned]
     mine = owned[team.rank]
-    sizes = [sum(seen[id(s)].shape[0] * s.counts[rank] for s in mine) for rank in range(team.size)]
+    sizes = [
+        sum(seen[id(s)].shape[0] * s.counts[rank] for s in mine)
+        for rank in range(team.size)
+    ]
     came = [
         _cut(part, [(len(seen[id(s)]), s.counts[rank]) for s in mine])
-        for rank, part in enumerate(team.exchanged(flat, sizes, "gathering the ranks' sketches"))
+        for rank, part in enumerate(
+            team.exchanged(flat, sizes, "gathering the ranks' sketches")
+        )
     ]
     found = [  # V (ϱ, k), from Ξ (q, ϱ), cut into the rows of each rank
         _leading(torch.cat(Xi, 1), share.rank, share.generator).split(share.counts)
@@ -106,7 +128,11 @@ def _find_directions(team: Team, shares: Sequence[Share], sketch: Sketch | None)
     sizes = [sum(s.counts[team.rank] * s.rank for s in theirs) for theirs in owned]
     back = team.exchanged(rows, sizes, "dealing out the directions")
     for theirs, part in zip(owned, back, strict=True):
-        for share, V in zip(theirs, _cut(part, [(s.counts[team.rank], s.rank) for s in theirs]), strict=True):
+        for share, V in zip(
+            theirs,
+            _cut(part, [(s.counts[team.rank], s.rank) for s in theirs]),
+            strict=True,
+        ):
             share.V = V
 
 
@@ -151,14 +177,20 @@ def _leading(Xi: Tensor, k: int, generator: Callable[[], torch.Generator]) -> Te
     values, W = spectrum(K, k, start(K, k, generator()))
     V = W[0].to(Xi.dtype)
     if not tall:
-        there = values[0] > len(Xi) * torch.finfo(Xi.dtype).eps * values[0, :1]  # the others are rounding
+        there = (
+            values[0] > len(Xi) * torch.finfo(Xi.dtype).eps * values[0, :1]
+        )  # the others are rounding
         scale = torch.where(there, values[0], 1).rsqrt() * there
         V = Xi.nan_to_num(0, 0, 0).mT @ (W[0] * scale).to(Xi.dtype)
     return torch.where(fine, V, torch.nan)
 
 
 def _joined(parts: Sequence[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0, dtype=dtype)
+    return (
+        torch.cat([part.reshape(-1) for part in parts])
+        if parts
+        else like.new_empty(0, dtype=dtype)
+    )
 
 
 def _cut(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:

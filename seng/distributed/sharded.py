@@ -40,7 +40,9 @@ def like(part: Tensor, p: Tensor, *more: int) -> Tensor:
     shape = torch.Size([*p.shape, *more])
     stride = torch.empty(shape, device="meta").stride()
     mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
-    out: Tensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    out: Tensor = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
     return out
 
 
@@ -52,7 +54,9 @@ def spread(t: Tensor, p: Tensor) -> Tensor:
     return local(distribute_tensor(t, mesh, placements, src_data_rank=None))
 
 
-def check_placements(module: nn.Module, params: Iterable[Tensor], strategy: str | None) -> None:
+def check_placements(
+    module: nn.Module, params: Iterable[Tensor], strategy: str | None
+) -> None:
     """Shards and replicas are served; tensor parallelism is not, and the paper's strategies need whole gradients."""
     sharded = [p for p in params if is_sharded(p)]
     if sharded and strategy in ("block", "lagged"):
@@ -80,11 +84,17 @@ def check_placements(module: nn.Module, params: Iterable[Tensor], strategy: str 
 def holders(p: Tensor) -> Team:
     """The ranks that have the other parts of p."""
     mesh: Any = p.device_mesh  # type: ignore[attr-defined]
-    spread_over = [i for i, placement in enumerate(p.placements) if type(placement).__name__ == "Shard"]  # type: ignore[attr-defined]
+    spread_over = [
+        i
+        for i, placement in enumerate(p.placements)  # type: ignore[attr-defined]
+        if type(placement).__name__ == "Shard"
+    ]
     if not spread_over:
         return Team("shared")
     if len(spread_over) > 1:
-        raise RuntimeError("a parameter is sharded along two dimensions of its device mesh: SENG works with one")
+        raise RuntimeError(
+            "a parameter is sharded along two dimensions of its device mesh: SENG works with one"
+        )
     group = mesh.get_group(spread_over[0])
     return Team("shared", dist.get_world_size(group), dist.get_rank(group), group)
 
@@ -139,12 +149,21 @@ def parts_of(U: Sharded, params: Sequence[Tensor]) -> list[Tensor]:
     counts = [local(p).numel() for p in params]
     pieces = U.Y.split(counts, 1)
     return [
-        like(Y.T.reshape(*local(p).shape, U.samples).contiguous(), p, U.samples) for Y, p in zip(pieces, params, strict=True)
+        like(Y.T.reshape(*local(p).shape, U.samples).contiguous(), p, U.samples)
+        for Y, p in zip(pieces, params, strict=True)
     ]
 
 
-def from_parts(parts: Sequence[Tensor], params: Sequence[Tensor], dtype: torch.dtype) -> Sharded:
+def from_parts(
+    parts: Sequence[Tensor], params: Sequence[Tensor], dtype: torch.dtype
+) -> Sharded:
     """And back; parts that are whole are spread."""
-    own = [local(t) if is_sharded(t) else spread(t.to(p.device), p) for t, p in zip(parts, params, strict=True)]
+    own = [
+        local(t) if is_sharded(t) else spread(t.to(p.device), p)
+        for t, p in zip(parts, params, strict=True)
+    ]
     k = parts[0].shape[-1]
-    return Sharded(torch.cat([t.reshape(-1, k) for t in own]).T.to(dtype).contiguous(), holders(params[0]))
+    return Sharded(
+        torch.cat([t.reshape(-1, k) for t in own]).T.to(dtype).contiguous(),
+        holders(params[0]),
+    )

@@ -58,17 +58,27 @@ class Team:
         except torch.OutOfMemoryError:  # which is nobody else's doing
             raise
         except (RuntimeError, ConnectionError, OSError) as why:
-            said = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
+            said = (
+                str(why).strip().splitlines()[0]
+                if str(why).strip()
+                else type(why).__name__
+            )
             raise RuntimeError(
                 f"SENG, rank {self.rank} of {self.size}: {what} did not come about; another rank has failed, is not there, or "
                 f"takes other steps ({said})"
             ) from why
 
-    def gathered(self, row: Sequence[int] | Tensor, device: torch.device, what: str) -> list[list[int]]:
+    def gathered(
+        self, row: Sequence[int] | Tensor, device: torch.device, what: str
+    ) -> list[list[int]]:
         """Every rank's numbers."""
         if not self.many:
             return [row.tolist() if isinstance(row, Tensor) else list(row)]
-        own = row if isinstance(row, Tensor) else torch.tensor(row, dtype=torch.int64, device=device)
+        own = (
+            row
+            if isinstance(row, Tensor)
+            else torch.tensor(row, dtype=torch.int64, device=device)
+        )
         rows = [torch.empty_like(own) for _ in range(self.size)]
         with self._said(what):
             dist.all_gather(rows, own, group=self.group)
@@ -94,7 +104,9 @@ class Team:
                     continue
                 flat = torch.cat([t.reshape(-1) for t in batch])
                 dist.all_reduce(flat, group=self.group)
-                for t, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+                for t, part in zip(
+                    batch, flat.split([t.numel() for t in batch]), strict=True
+                ):
                     t.copy_(part.view_as(t))
 
     def mean_(self, tensors: Sequence[Tensor], what: str) -> None:
@@ -109,7 +121,9 @@ class Team:
             with self._said(what):
                 dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group)
 
-    def exchanged(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
+    def exchanged(
+        self, parts: Sequence[Tensor], sizes: Sequence[int], what: str
+    ) -> list[Tensor]:
         """Part i goes to rank i; what each of them sent us, of `sizes` numbers."""
         if not self.many:
             return list(parts)
@@ -136,7 +150,9 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     batch: list[Tensor] = []
     for t in tensors:
         room = sum(b.numel() for b in batch) + t.numel() <= BUCKET
-        if batch and not (room and t.dtype == batch[0].dtype and t.device == batch[0].device):
+        if batch and not (
+            room and t.dtype == batch[0].dtype and t.device == batch[0].device
+        ):
             yield batch
             batch = []
         batch.append(t)
@@ -147,21 +163,37 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def team_of(strategy: str | None, module: nn.Module | None) -> Team:
     """The ranks of a module: those of its DistributedDataParallel, or all of them."""
     if strategy not in (None, "local", *STRATEGIES):
-        raise ValueError(f"unknown strategy {strategy!r}; there are 'local' (one process), 'shared', 'block' and 'lagged'")
+        raise ValueError(
+            f"unknown strategy {strategy!r}; there are 'local' (one process), 'shared', 'block' and 'lagged'"
+        )
     wrapped = isinstance(module, nn.parallel.DistributedDataParallel)
     group: Any = module.process_group if wrapped else None  # type: ignore[union-attr]
-    meshes = [] if module is None else list(dict.fromkeys(_mesh(p) for p in module.parameters() if hasattr(p, "device_mesh")))
+    meshes = (
+        []
+        if module is None
+        else list(
+            dict.fromkeys(
+                _mesh(p) for p in module.parameters() if hasattr(p, "device_mesh")
+            )
+        )
+    )
     if len(meshes) > 1:
-        raise RuntimeError(f"the parameters lie on {len(meshes)} device meshes: SENG works with one")
+        raise RuntimeError(
+            f"the parameters lie on {len(meshes)} device meshes: SENG works with one"
+        )
     there = dist.is_available() and dist.is_initialized()
     for mesh in meshes:
         if mesh.ndim == 1:
             group = mesh.get_group()
         elif mesh.size() != dist.get_world_size():
-            raise RuntimeError(f"the device mesh {mesh} has not all of the {dist.get_world_size()} ranks: SENG works with all")
+            raise RuntimeError(
+                f"the device mesh {mesh} has not all of the {dist.get_world_size()} ranks: SENG works with all"
+            )
     size = dist.get_world_size(group) if there else 1
     if size == 1:  # a shared basis of one rank, or the mean over it, is its own
-        return Team("shared" if meshes else "lagged" if strategy == "lagged" else "local")
+        return Team(
+            "shared" if meshes else "lagged" if strategy == "lagged" else "local"
+        )
     if strategy == "local":
         if wrapped or meshes:
             raise RuntimeError(
@@ -182,7 +214,9 @@ class Census:
 
     totals: list[int]  # B of every rank
     half: bool  # whether any of it is in half precision
-    counts: list[list[int]]  # by rank and site: 1 + captured samples, 0 where none were, −1 where dimension 0 is not the sample
+    counts: list[
+        list[int]
+    ]  # by rank and site: 1 + captured samples, 0 where none were, −1 where dimension 0 is not the sample
     kappas: list[list[int]]  # and positions
 
     def of(self, site: int) -> list[int]:
@@ -199,25 +233,51 @@ class Census:
     def mismatch(self, site: int) -> str | None:
         """Why it cannot be covered, if another rank found out."""
         at = [rank for rank, line in enumerate(self.counts) if line[site] < 0]
-        return f"on rank {at[0]} dimension 0 of its input is not the sample" if at else None
+        return (
+            f"on rank {at[0]} dimension 0 of its input is not the sample"
+            if at
+            else None
+        )
 
 
 def census(
-    team: Team, step: int, dampings: int, total: int, half: bool, counts: list[int], kappas: list[int], device: torch.device
+    team: Team,
+    step: int,
+    dampings: int,
+    total: int,
+    half: bool,
+    counts: list[int],
+    kappas: list[int],
+    device: torch.device,
 ) -> Census:
     """What all of them have captured; ranks that are at different steps, or have other dampings, are refused."""
-    rows = team.gathered([step, dampings, total, int(half), *counts, *kappas], device, f"the refresh at step {step}")
+    rows = team.gathered(
+        [step, dampings, total, int(half), *counts, *kappas],
+        device,
+        f"the refresh at step {step}",
+    )
     steps = [row[0] for row in rows]
     if len(set(steps)) > 1:
-        raise RuntimeError(f"the ranks refresh their curvature at different steps: {steps}; each must take the same steps")
+        raise RuntimeError(
+            f"the ranks refresh their curvature at different steps: {steps}; each must take the same steps"
+        )
     other = [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]
     if other:
-        raise RuntimeError(f"the dampings of rank {other[0]} are not those of rank 0 at step {step}: all ranks need the same")
-    counted, positions = [row[4 : 4 + len(counts)] for row in rows], [row[4 + len(counts) :] for row in rows]
-    return Census([row[2] for row in rows], any(row[3] for row in rows), counted, positions)
+        raise RuntimeError(
+            f"the dampings of rank {other[0]} are not those of rank 0 at step {step}: all ranks need the same"
+        )
+    counted, positions = (
+        [row[4 : 4 + len(counts)] for row in rows],
+        [row[4 + len(counts) :] for row in rows],
+    )
+    return Census(
+        [row[2] for row in rows], any(row[3] for row in rows), counted, positions
+    )
 
 
-def check_alike(team: Team, account: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
+def check_alike(
+    team: Team, account: dict[str, Any], own: dict[str, Any]
+) -> list[dict[str, Any]]:
     """What each rank has of its `own`; refused where their accounts of themselves differ."""
     told = team.told((account, own), "meeting the other ranks")
     first = told[0][0]
@@ -234,13 +294,19 @@ def check_alike(team: Team, account: dict[str, Any], own: dict[str, Any]) -> lis
 def _first_difference(ours: Any, theirs: Any) -> str:
     if isinstance(ours, list) and isinstance(theirs, list):
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if a != b]
-        return f"{pairs[0][0]} where rank 0 has {pairs[0][1]}" if pairs else f"{len(ours)} where rank 0 has {len(theirs)}"
+        return (
+            f"{pairs[0][0]} where rank 0 has {pairs[0][1]}"
+            if pairs
+            else f"{len(ours)} where rank 0 has {len(theirs)}"
+        )
     return f"{ours} where rank 0 has {theirs}"
 
 
 def check_weights(team: Team, params: Sequence[Tensor]) -> None:
     """Ranks that start from different weights would train different networks."""
-    own = torch.stack([bits(p.detach()).to(params[0].device) for p in params]).sum()[None]
+    own = torch.stack([bits(p.detach()).to(params[0].device) for p in params]).sum()[
+        None
+    ]
     rows = team.gathered(own, params[0].device, "comparing weights")
     other = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if other:
@@ -252,6 +318,12 @@ def check_weights(team: Team, params: Sequence[Tensor]) -> None:
 
 def bits(t: Tensor) -> Tensor:
     """A number () that tells tensors apart that differ anywhere, but for the rare case; whatever the order of summation."""
-    flat = t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)  # a single number may have any stride
-    words = flat.view(torch.int32) if flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0 else flat
+    flat = (
+        t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)
+    )  # a single number may have any stride
+    words = (
+        flat.view(torch.int32)
+        if flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0
+        else flat
+    )
     return words.sum(dtype=torch.int64)

@@ -59,15 +59,42 @@ def available(device: torch.device) -> bool:
 
 def fits(item: Item) -> bool:
     """Whether an item can be served."""
-    Y, core, rows, params = item.Y, item.core, item.rows, [piece.param for piece in item.pieces]
+    Y, core, rows, params = (
+        item.Y,
+        item.core,
+        item.rows,
+        [piece.param for piece in item.pieces],
+    )
     interpreted = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
-    placed = (available(Y.device) or interpreted) and {x.device for x in (*params, core, item.failures)} == {Y.device}
-    typed = {Y.dtype, params[0].dtype} <= TYPES.keys() and len({p.dtype for p in params}) == 1 and core.dtype == torch.float32
-    dense = all(torch.empty_like(p, device="meta").stride() == p.stride() for p in params)  # in memory without gaps or overlap
-    sized = Y.shape[1] > 0 and Y.shape[1] == sum(p.numel() for p in params) and Y.shape[1] < 2**31 - 2**10
-    shaped = sized and Y.is_contiguous() and core.is_contiguous() and all(rows == 1 or p.shape[0] == rows for p in params)
+    placed = (available(Y.device) or interpreted) and {
+        x.device for x in (*params, core, item.failures)
+    } == {Y.device}
+    typed = (
+        {Y.dtype, params[0].dtype} <= TYPES.keys()
+        and len({p.dtype for p in params}) == 1
+        and core.dtype == torch.float32
+    )
+    dense = all(
+        torch.empty_like(p, device="meta").stride() == p.stride() for p in params
+    )  # in memory without gaps or overlap
+    sized = (
+        Y.shape[1] > 0
+        and Y.shape[1] == sum(p.numel() for p in params)
+        and Y.shape[1] < 2**31 - 2**10
+    )
+    shaped = (
+        sized
+        and Y.is_contiguous()
+        and core.is_contiguous()
+        and all(rows == 1 or p.shape[0] == rows for p in params)
+    )
     first, second = [*(_dims(piece, rows) for piece in item.pieces), [(1, 1)]][:2]
-    simple = len(params) <= 2 and len(first) <= 3 and len(second) == 1 and (rows == 1 or second == [(1, 1)])
+    simple = (
+        len(params) <= 2
+        and len(first) <= 3
+        and len(second) == 1
+        and (rows == 1 or second == [(1, 1)])
+    )
     return placed and typed and dense and shaped and simple
 
 
@@ -99,13 +126,35 @@ def _row(item: Item, *places: int) -> list[int]:
     dims = [(1, 0)] * 3 + _dims(first, item.rows)
     (_, t0), (s1, t1), (s2, t2) = dims[-3:]
     whole = _merged(first.param.shape, first.param.stride())
-    in_order = k == 0 or (whole[1:] == [] and whole[0][1] == 1)  # without a basis any order does, and memory's is the fastest
+    in_order = k == 0 or (
+        whole[1:] == [] and whole[0][1] == 1
+    )  # without a basis any order does, and memory's is the fastest
     kind = 0 if not rest and in_order else 1 if dims[-2] == (1, 0) else 2
     row_stride = first.param.stride(0) if item.rows > 1 else 0
-    bias_stride = (rest[0].param.stride(0) if item.rows > 1 else _dims(rest[0], 1)[0][1]) if rest else 0
+    bias_stride = (
+        (rest[0].param.stride(0) if item.rows > 1 else _dims(rest[0], 1)[0][1])
+        if rest
+        else 0
+    )
     pointers = [item.Y.data_ptr(), item.core.data_ptr(), item.failures.data_ptr()]
     aligned = int(n % 8 == 0 and item.Y.data_ptr() % 16 == 0)
-    return [*pointers, n, k, aligned, kind, n // item.rows, first.width, row_stride, s1, s2, t0, t1, t2, bias_stride, *places]
+    return [
+        *pointers,
+        n,
+        k,
+        aligned,
+        kind,
+        n // item.rows,
+        first.width,
+        row_stride,
+        s1,
+        s2,
+        t0,
+        t1,
+        t2,
+        bias_stride,
+        *places,
+    ]
 
 
 class _Upload:
@@ -119,7 +168,9 @@ class _Upload:
     def __call__(self, values: list[Any]) -> Tensor:
         if self.table is None or values != self.values:
             self.table = send(
-                torch.tensor([*values, 0], dtype=self.dtype, device="cpu"), self.device, self.table
+                torch.tensor([*values, 0], dtype=self.dtype, device="cpu"),
+                self.device,
+                self.table,
             )  # 0: no second piece
             self.values = values
         return self.table
@@ -128,7 +179,9 @@ class _Upload:
 class _Kind:
     """Blocks of one pair of types, all with few rows or all tall, and their tables on the device."""
 
-    def __init__(self, items: list[tuple[int, int, Item]], device: torch.device) -> None:
+    def __init__(
+        self, items: list[tuple[int, int, Item]], device: torch.device
+    ) -> None:
         """Each item with its number and that of its first parameter."""
         spans, slices, blocks = [], [], []
         counts: list[int] = []
@@ -137,7 +190,9 @@ class _Kind:
         numbers = sums = b = 0
         self.items = [number for number, _, _ in items]
         self.work = WORK[items[0][2].Y.shape[0] >= MANY]
-        self.places: list[tuple[int, int, int, int]] = []  # of each block in `sums` (first, spans) and in `b` (first, k)
+        self.places: list[
+            tuple[int, int, int, int]
+        ] = []  # of each block in `sums` (first, spans) and in `b` (first, k)
         for block, (_, param, item) in enumerate(items):
             k, n = item.Y.shape
             count = -(-n // self.work.TILE)
@@ -145,43 +200,91 @@ class _Kind:
             blocks.append(_row(item, param, sums, -(-count // SPAN), b))
             for first in range(0, count, SPAN):
                 for j in range(0, k, COLUMNS):
-                    spans.append([numbers + k * first + j, k, min(SPAN, count - first), min(COLUMNS, k - j), sums + j])
+                    spans.append(
+                        [
+                            numbers + k * first + j,
+                            k,
+                            min(SPAN, count - first),
+                            min(COLUMNS, k - j),
+                            sums + j,
+                        ]
+                    )
                 sums += k
             slices += [[block, j] for j in range(0, k, COLUMNS)]
             self.places.append((sums - k * -(-count // SPAN), -(-count // SPAN), b, k))
             numbers, b = numbers + k * count, b + k
-        of, counted = torch.repeat_interleave(torch.tensor(counts, device="cpu")), torch.tensor(counts, device="cpu")
+        of, counted = (
+            torch.repeat_interleave(torch.tensor(counts, device="cpu")),
+            torch.tensor(counts, device="cpu"),
+        )
         number = torch.arange(len(of), device="cpu") - (counted.cumsum(0) - counted)[of]
         self.tiles = send(
-            torch.stack([of, number, torch.tensor(starts, device="cpu")[of] + torch.tensor(ks, device="cpu")[of] * number], 1),
+            torch.stack(
+                [
+                    of,
+                    number,
+                    torch.tensor(starts, device="cpu")[of]
+                    + torch.tensor(ks, device="cpu")[of] * number,
+                ],
+                1,
+            ),
             device,
         )
         self.spans, self.slices, self.blocks = (
-            send(torch.tensor(rows, dtype=torch.int64, device="cpu"), device) for rows in (spans, slices, blocks)
+            send(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+            for rows in (spans, slices, blocks)
         )
-        self.partial, self.sums, self.b = (torch.empty(size, dtype=torch.float32, device=device) for size in (numbers, sums, b))
+        self.partial, self.sums, self.b = (
+            torch.empty(size, dtype=torch.float32, device=device)
+            for size in (numbers, sums, b)
+        )
         Y, p = items[0][2].Y, items[0][2].pieces[0].param
-        self.constants: dict[str, Any] = {"SLAB": self.work.SLAB, "TILE": self.work.TILE}
+        self.constants: dict[str, Any] = {
+            "SLAB": self.work.SLAB,
+            "TILE": self.work.TILE,
+        }
         self.chunks = -(-max(ks) // self.work.ROWS)
         self.constants |= {"Y_TYPE": TYPES[Y.dtype], "TYPE": TYPES[p.dtype]}
-        self.params = [q for _, param, item in items for q in range(param, param + len(item.pieces))]
+        self.params = [
+            q
+            for _, param, item in items
+            for q in range(param, param + len(item.pieces))
+        ]
         self.buffer_type = self.constants["TYPE"]
 
     def project(self, gradients: Tensor) -> None:
         """b of every block, in three launches."""
         if not len(self.slices):  # blocks of no columns alone
             return
-        options = {**self.constants, "ROWS": self.work.ROWS, "num_warps": self.work.WARPS}
-        kernels.dots[(len(self.tiles), self.chunks)](self.tiles, self.blocks, gradients, self.partial, **options)
-        kernels.sums[(len(self.spans),)](self.spans, self.partial, self.sums, COLUMNS=COLUMNS)
-        kernels.core[(len(self.slices),)](self.slices, self.blocks, self.sums, self.b, COLUMNS=COLUMNS)
+        options = {
+            **self.constants,
+            "ROWS": self.work.ROWS,
+            "num_warps": self.work.WARPS,
+        }
+        kernels.dots[(len(self.tiles), self.chunks)](
+            self.tiles, self.blocks, gradients, self.partial, **options
+        )
+        kernels.sums[(len(self.spans),)](
+            self.spans, self.partial, self.sums, COLUMNS=COLUMNS
+        )
+        kernels.core[(len(self.slices),)](
+            self.slices, self.blocks, self.sums, self.b, COLUMNS=COLUMNS
+        )
 
-    def run(self, gradients: Tensor, targets: Tensor, *tables: Tensor, SGD: bool) -> None:
+    def run(
+        self, gradients: Tensor, targets: Tensor, *tables: Tensor, SGD: bool
+    ) -> None:
         """Four launches."""
         self.project(gradients)
         own = self.tiles, self.blocks, gradients
-        options = {"SGD": SGD, "BUFFER_TYPE": self.buffer_type, "num_warps": self.work.WARPS}
-        kernels.finish[(len(self.tiles),)](*own, self.b, targets, *tables, **self.constants, **options)
+        options = {
+            "SGD": SGD,
+            "BUFFER_TYPE": self.buffer_type,
+            "num_warps": self.work.WARPS,
+        }
+        kernels.finish[(len(self.tiles),)](
+            *own, self.b, targets, *tables, **self.constants, **options
+        )
 
 
 class Grouped:
@@ -191,7 +294,9 @@ class Grouped:
         self.items = list(items)
         self.params = [piece.param for item in self.items for piece in item.pieces]
         self.device = self.items[0].Y.device
-        self._gradients, self._targets, self._buffers, self._groups = (_Upload(self.device, torch.int64) for _ in range(4))
+        self._gradients, self._targets, self._buffers, self._groups = (
+            _Upload(self.device, torch.int64) for _ in range(4)
+        )
         self._hyper = _Upload(self.device, torch.float32)
         self._build()
 
@@ -209,7 +314,9 @@ class Grouped:
             param += len(item.pieces)
         self.kinds = [_Kind(kind, self.device) for kind in kinds.values()]
         self.addresses = [p.data_ptr() for p in self.params]
-        self.layouts = [(p.stride(), p.dtype) for p in self.params]  # of gradients that can be read as they are
+        self.layouts = [
+            (p.stride(), p.dtype) for p in self.params
+        ]  # of gradients that can be read as they are
         self.momenta: object = None  # what `_check` has seen
         self.key: object = None  # of the last run
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -217,8 +324,18 @@ class Grouped:
     def directions(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """d of every parameter, new tensors with its strides."""
         gradients, table = self._laid_out(grads)
-        out = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=self.device) for p in self.params]
-        self._run(table, self._targets([d.data_ptr() for d in out]), table, table, table, SGD=False)
+        out = [
+            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=self.device)
+            for p in self.params
+        ]
+        self._run(
+            table,
+            self._targets([d.data_ptr() for d in out]),
+            table,
+            table,
+            table,
+            SGD=False,
+        )
         del gradients  # not before the kernels are in the stream
         return out
 
@@ -227,7 +344,9 @@ class Grouped:
         out: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
         for kind in self.kinds:
             sums, b = kind.sums.clone(), kind.b.clone()
-            for item, (first, spans, start, k) in zip(kind.items, kind.places, strict=True):
+            for item, (first, spans, start, k) in zip(
+                kind.items, kind.places, strict=True
+            ):
                 out[item] = partial(_cut, sums, b, first, spans, start, k)
         return [out[i] for i in range(len(self.items))]
 
@@ -245,13 +364,31 @@ class Grouped:
         """
         gradients, table = self._laid_out(grads, located)
         buffers = buffers or [None] * len(self.params)
-        addresses, groups = [0 if m is None else m.data_ptr() for m in buffers], list(groups)
+        addresses, groups = (
+            [0 if m is None else m.data_ptr() for m in buffers],
+            list(groups),
+        )
         momenta = addresses, groups, [h.momentum for h in hyper]
         if momenta != self.momenta:
             self._check(buffers, [hyper[group].momentum for group in groups])
             self.momenta = momenta
-        numbers = [x for h in hyper for x in (h.lr, h.momentum, h.weight_decay, h.nesterov, -1 if h.maximize else 1)]
-        tables = self._targets(self.addresses), self._buffers(addresses), self._groups(groups), self._hyper(numbers)
+        numbers = [
+            x
+            for h in hyper
+            for x in (
+                h.lr,
+                h.momentum,
+                h.weight_decay,
+                h.nesterov,
+                -1 if h.maximize else 1,
+            )
+        ]
+        tables = (
+            self._targets(self.addresses),
+            self._buffers(addresses),
+            self._groups(groups),
+            self._hyper(numbers),
+        )
         self._run(table, *tables, SGD=True)
         del gradients
         torch.autograd.graph.increment_version(self.params)
@@ -262,14 +399,21 @@ class Grouped:
             self._build()
         return self.addresses
 
-    def _laid_out(self, grads: Sequence[Tensor], located: bool = False) -> tuple[Sequence[Tensor], Tensor]:
+    def _laid_out(
+        self, grads: Sequence[Tensor], located: bool = False
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """The gradients, those with other strides than their parameter copied, and their addresses on the device."""
         if not located:
             self.located()
         layouts = [(g.stride(), g.dtype) for g in grads]
         if layouts != self.layouts:
             pairs = zip(grads, self.params, strict=True)
-            read = [g if g.dtype == p.dtype and _alike(g, p) else torch.empty_like(p).copy_(g) for g, p in pairs]
+            read = [
+                g
+                if g.dtype == p.dtype and _alike(g, p)
+                else torch.empty_like(p).copy_(g)
+                for g, p in pairs
+            ]
             if all(a is b for a, b in zip(read, grads, strict=True)):
                 self.layouts = layouts
             grads = read
@@ -280,20 +424,45 @@ class Grouped:
         for p, m, mu in zip(self.params, buffers, momentum, strict=True):
             if mu and (m is None or m.dtype not in TYPES or not _alike(m, p)):
                 given = "none" if m is None else f"{m.dtype} with strides {m.stride()}"
-                raise ValueError(f"momentum {mu} needs a buffer with strides {p.stride()}, in 16 or 32 bits; given: {given}")
+                raise ValueError(
+                    f"momentum {mu} needs a buffer with strides {p.stride()}, in 16 or 32 bits; given: {given}"
+                )
         for kind in self.kinds:
-            types = {m.dtype for q in kind.params if momentum[q] and (m := buffers[q]) is not None}
+            types = {
+                m.dtype
+                for q in kind.params
+                if momentum[q] and (m := buffers[q]) is not None
+            }
             if len(types) > 1:
-                raise ValueError(f"buffers of parameters of one type have one type; given: {sorted(map(str, types))}")
+                raise ValueError(
+                    f"buffers of parameters of one type have one type; given: {sorted(map(str, types))}"
+                )
             kind.buffer_type = TYPES[types.pop()] if types else kind.constants["TYPE"]
 
     def _run(self, *tables: Tensor, SGD: bool) -> None:
         """The launches, on a GPU recorded at the second time with the same tables and from then on replayed as one."""
-        key = (SGD, *(id(table) for table in tables), *(kind.buffer_type for kind in self.kinds))
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            if self.graph is None and self.key == key and self.device.type == "cuda" and not capturing():
+        key = (
+            SGD,
+            *(id(table) for table in tables),
+            *(kind.buffer_type for kind in self.kinds),
+        )
+        with (
+            torch.cuda.device(self.device)
+            if self.device.type == "cuda"
+            else nullcontext()
+        ):
+            if (
+                self.graph is None
+                and self.key == key
+                and self.device.type == "cuda"
+                and not capturing()
+            ):
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, stream=side_stream(self.device), capture_error_mode="thread_local"):
+                with torch.cuda.graph(
+                    self.graph,
+                    stream=side_stream(self.device),
+                    capture_error_mode="thread_local",
+                ):
                     self._launch(*tables, SGD=SGD)
             if self.graph is not None and self.key == key:
                 return self.graph.replay()
@@ -305,7 +474,9 @@ class Grouped:
             kind.run(*tables, SGD=SGD)
 
 
-def _cut(sums: Tensor, b: Tensor, first: int, spans: int, start: int, k: int) -> tuple[Tensor, Tensor]:
+def _cut(
+    sums: Tensor, b: Tensor, first: int, spans: int, start: int, k: int
+) -> tuple[Tensor, Tensor]:
     return sums[first : first + spans * k].view(spans, k).sum(0), b[start : start + k]
 
 

@@ -26,7 +26,9 @@ try:
 except ImportError:
     triton = None
 jit: Callable[[Any], Any] = getattr(triton, "jit", lambda kernel: kernel)
-jit_any_n: Callable[[Any], Any] = triton.jit(do_not_specialize=["n"]) if triton is not None else jit
+jit_any_n: Callable[[Any], Any] = (
+    triton.jit(do_not_specialize=["n"]) if triton is not None else jit
+)
 
 
 class Work(NamedTuple):
@@ -39,13 +41,19 @@ class Work(NamedTuple):
 
 
 MANY = 64  # rows of Y from which a block is worked on as a tall one
-WORK = {False: Work(1024, 8, 64, 4), True: Work(512, 8, 32, 2)}  # of blocks with few rows, and of tall ones
+WORK = {
+    False: Work(1024, 8, 64, 4),
+    True: Work(512, 8, 32, 2),
+}  # of blocks with few rows, and of tall ones
 SPAN = 256  # tiles that one program of `sums` adds
 COLUMNS = 32  # columns of `sums` and rows of `core` for one program
-AVAILABLE = triton is not None and bool(os.environ.get("CC") or which("gcc") or which("clang"))  # it builds launchers in C
+AVAILABLE = triton is not None and bool(
+    os.environ.get("CC") or which("gcc") or which("clang")
+)  # it builds launchers in C
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 TYPES = {
-    dtype: getattr(tl, name) if triton is not None else name for dtype, name in NAMES.items()
+    dtype: getattr(tl, name) if triton is not None else name
+    for dtype, name in NAMES.items()
 }  # what the kernels call them
 
 
@@ -68,7 +76,11 @@ def _place(row, i):
             s1, s2 = _int(row + 10), _int(row + 11)
             outer = a // s2
             outest = outer // s1
-            offset += outest * _int(row + 12) + (outer - outest * s1) * _int(row + 13) + (a - outer * s2) * _int(row + 14)
+            offset += (
+                outest * _int(row + 12)
+                + (outer - outest * s1) * _int(row + 13)
+                + (a - outer * s2) * _int(row + 14)
+            )
         else:
             offset += a * _int(row + 14)
         offset = tl.where(second, (r + a - width) * _int(row + 15), offset)
@@ -91,14 +103,18 @@ def _pointers(addresses, row, second, offset, TYPE: tl.constexpr):
 def _entries(X, r, c, rows, columns, stride):
     """X[r, c], zero outside."""
     inside = (r < rows)[:, None] & (c < columns)[None, :]
-    return tl.load(X + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0).to(tl.float32)
+    return tl.load(
+        X + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0
+    ).to(tl.float32)
 
 
 @jit
 def _products(Y, n, first, k, i, g, out, SLAB: tl.constexpr):
     for start in range(first, k, SLAB):
         j = start + tl.arange(0, SLAB)
-        tl.store(out + j, tl.sum(_entries(Y, j, i, k, n, n) * g[None, :], axis=1), mask=j < k)
+        tl.store(
+            out + j, tl.sum(_entries(Y, j, i, k, n, n) * g[None, :], axis=1), mask=j < k
+        )
 
 
 @jit
@@ -106,7 +122,10 @@ def _combination(Y, n, k, i, b, SLAB: tl.constexpr, TILE: tl.constexpr):
     total = tl.zeros((TILE,), tl.float32)
     for start in range(0, k, SLAB):
         j = start + tl.arange(0, SLAB)
-        total += tl.sum(_entries(Y, j, i, k, n, n) * tl.load(b + j, mask=j < k, other=0)[:, None], axis=0)
+        total += tl.sum(
+            _entries(Y, j, i, k, n, n) * tl.load(b + j, mask=j < k, other=0)[:, None],
+            axis=0,
+        )
     return total
 
 
@@ -124,11 +143,22 @@ def dots(
         return
     i = _int(tile + 1) * TILE + tl.arange(0, TILE)
     second, offset = _place(row, i)
-    g = tl.load(_pointers(gradients, row, second, offset, TYPE), mask=i < n, other=0).to(tl.float32)
+    g = tl.load(
+        _pointers(gradients, row, second, offset, TYPE), mask=i < n, other=0
+    ).to(tl.float32)
     out = partial + tl.load(tile + 2)
     # Where rows are aligned the compiler is told, and loads 16 bytes at a time; else every number needs its own address.
     if tl.load(row + 5) > 0:
-        _products(tl.multiple_of(Y.to(tl.pointer_type(Y_TYPE)), 16), n // 8 * 8, first, k, i, g, out, SLAB)
+        _products(
+            tl.multiple_of(Y.to(tl.pointer_type(Y_TYPE)), 16),
+            n // 8 * 8,
+            first,
+            k,
+            i,
+            g,
+            out,
+            SLAB,
+        )
     else:
         _products(Y.to(tl.pointer_type(Y_TYPE)), n, first, k, i, g, out, 2)
 
@@ -137,11 +167,18 @@ def dots(
 def sums(spans, partial, sums, COLUMNS: tl.constexpr):
     """sums[span, j] = Σ_tile partial[tile, j]."""
     span = spans + 5 * tl.program_id(0)
-    source, k, count, width = partial + tl.load(span), tl.load(span + 1), _int(span + 2), _int(span + 3)
+    source, k, count, width = (
+        partial + tl.load(span),
+        tl.load(span + 1),
+        _int(span + 2),
+        _int(span + 3),
+    )
     j = tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, count, 64):
-        total += tl.sum(_entries(source, start + tl.arange(0, 64), j, count, width, k), axis=0)
+        total += tl.sum(
+            _entries(source, start + tl.arange(0, 64), j, count, width, k), axis=0
+        )
     tl.store(sums + tl.load(span + 4) + j, total, mask=j < width)
 
 
@@ -158,7 +195,9 @@ def core(slices, blocks, sums, b, COLUMNS: tl.constexpr):
         j = start + tl.arange(0, 64)
         c = tl.zeros((64,), tl.float32)
         for first in range(0, spans, 16):
-            c += tl.sum(_entries(source, first + tl.arange(0, 16), j, spans, k, k), axis=0)
+            c += tl.sum(
+                _entries(source, first + tl.arange(0, 16), j, spans, k, k), axis=0
+            )
         total += tl.sum(_entries(C, out, j, k, k, k) * c[None, :], axis=1)
     tl.store(b + tl.load(row + 19) + out, total, mask=out < k)
 
@@ -175,19 +214,33 @@ def finish(
     i = _int(tile + 1) * TILE + tl.arange(0, TILE)
     inside = i < n
     second, offset = _place(row, i)
-    g = tl.load(_pointers(gradients, row, second, offset, TYPE), mask=inside, other=0).to(tl.float32)
+    g = tl.load(
+        _pointers(gradients, row, second, offset, TYPE), mask=inside, other=0
+    ).to(tl.float32)
 
     b += tl.load(row + 19)
     wrong = tl.zeros((64,), tl.int32)
     for start in range(0, k, 64):
         j = start + tl.arange(0, 64)
-        wrong += tl.where(tl.abs(tl.load(b + j, mask=j < k, other=0)) < float("inf"), 0, 1)
+        wrong += tl.where(
+            tl.abs(tl.load(b + j, mask=j < k, other=0)) < float("inf"), 0, 1
+        )
     failed = tl.sum(wrong, axis=0) > 0
     if failed & (tl.load(tile + 1) == 0):
-        tl.atomic_add(tl.load(row + 2).to(tl.pointer_type(tl.int64)), tl.full((), 1, tl.int64))
+        tl.atomic_add(
+            tl.load(row + 2).to(tl.pointer_type(tl.int64)), tl.full((), 1, tl.int64)
+        )
     k = tl.where(failed, 0, k)
     if tl.load(row + 5) > 0:
-        d = g - _combination(tl.multiple_of(Y.to(tl.pointer_type(Y_TYPE)), 16), n // 8 * 8, k, i, b, SLAB, TILE)
+        d = g - _combination(
+            tl.multiple_of(Y.to(tl.pointer_type(Y_TYPE)), 16),
+            n // 8 * 8,
+            k,
+            i,
+            b,
+            SLAB,
+            TILE,
+        )
     else:
         d = g - _combination(Y.to(tl.pointer_type(Y_TYPE)), n, k, i, b, 2, TILE)
 
@@ -199,10 +252,15 @@ def finish(
         buffer = _pointers(buffers, row, second, offset, BUFFER_TYPE)
         kept = inside & (momentum != 0)
         weight = tl.load(target, mask=inside, other=0).to(tl.float32)
-        d = _either(second, hyper + 4, first, other) * d + _either(second, hyper + 2, first, other) * weight
+        d = (
+            _either(second, hyper + 4, first, other) * d
+            + _either(second, hyper + 2, first, other) * weight
+        )
         m = momentum * tl.load(buffer, mask=kept, other=0).to(tl.float32) + d
         tl.store(buffer, m.to(BUFFER_TYPE), mask=kept)
-        step = tl.where(_either(second, hyper + 3, first, other) > 0, d + momentum * m, m)
+        step = tl.where(
+            _either(second, hyper + 3, first, other) > 0, d + momentum * m, m
+        )
         d = weight - _either(second, hyper, first, other) * step
     tl.store(target, d.to(TYPE), mask=inside)
 
@@ -215,7 +273,10 @@ def standardized(
     """Σ g·(a − mean)·inverse and, C further on, Σ g over the positions, for one sample and some channels."""
     sample = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    mu, by = tl.load(mean + c, mask=c < C, other=0), tl.load(inverse + c, mask=c < C, other=0)
+    mu, by = (
+        tl.load(mean + c, mask=c < C, other=0),
+        tl.load(inverse + c, mask=c < C, other=0),
+    )
     a += sample * a_sample + c[None, :] * a_channel
     g += sample * g_sample + c[None, :] * g_channel
     weight, bias = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
@@ -251,7 +312,11 @@ def _push(
     m = mu * tl.load(b + i, mask=inside, other=0) + g
     tl.store(b + i, m, mask=inside)
     along = g + mu * m if NESTEROV else m
-    tl.store(room + _spot(i, rows, width, matrix, row, column), along.to(room.dtype.element_ty), mask=inside)
+    tl.store(
+        room + _spot(i, rows, width, matrix, row, column),
+        along.to(room.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @jit_any_n
@@ -260,18 +325,43 @@ def _pull(
 ):  # fmt: skip
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = i < n
-    q = tl.load(room + _spot(i, rows, width, matrix, row, column), mask=inside, other=0).to(tl.float32)
-    size = tl.load(length + _spot(i, rows, width, each, down, across), mask=inside, other=1)
+    q = tl.load(
+        room + _spot(i, rows, width, matrix, row, column), mask=inside, other=0
+    ).to(tl.float32)
+    size = tl.load(
+        length + _spot(i, rows, width, each, down, across), mask=inside, other=1
+    )
     eta = tl.load(lr)
     kept = (1 - eta * tl.load(decay)) * tl.load(p + i, mask=inside, other=0)
-    tl.store(p + i, kept - q * (eta * root / tl.where(size < least, least, size)), mask=inside)
+    tl.store(
+        p + i,
+        kept - q * (eta * root / tl.where(size < least, least, size)),
+        mask=inside,
+    )
 
 
-def push(x: Tensor, b: Tensor, room: Tensor, momentum: Tensor, nesterov: bool, dry: bool = False) -> None:
+def push(
+    x: Tensor,
+    b: Tensor,
+    room: Tensor,
+    momentum: Tensor,
+    nesterov: bool,
+    dry: bool = False,
+) -> None:
     """b ← μb + x, and b, or x + μb, into its room (h, rows, columns), as x lies in memory; a dry one does nothing."""
     n = 0 if dry else x.numel()
     grid = (max(1, triton.cdiv(n, PIECE)),)
-    _push[grid](x, b, room, momentum, n, *room.shape[1:], *room.stride(), NESTEROV=nesterov, TILE=PIECE)
+    _push[grid](
+        x,
+        b,
+        room,
+        momentum,
+        n,
+        *room.shape[1:],
+        *room.stride(),
+        NESTEROV=nesterov,
+        TILE=PIECE,
+    )
 
 
 def pull(
@@ -281,4 +371,16 @@ def pull(
     n = 0 if dry else p.numel()
     grid = (max(1, triton.cdiv(n, PIECE)),)
     strides = *room.stride(), *length.stride()
-    _pull[grid](p, room, length, root, least, lr, decay, n, *room.shape[1:], *strides, TILE=PIECE)
+    _pull[grid](
+        p,
+        room,
+        length,
+        root,
+        least,
+        lr,
+        decay,
+        n,
+        *room.shape[1:],
+        *strides,
+        TILE=PIECE,
+    )

@@ -24,11 +24,16 @@ from seng.linalg.operators import Operator
 Function = Callable[..., tuple[Tensor, ...]]
 Run = Callable[..., list[Tensor]]  # `directly`, or a `Replay`
 MOST = 256  # recordings
-LARGE = 2**27  # bytes of inputs and outputs from which copying them takes longer than launching
+LARGE = (
+    2**27
+)  # bytes of inputs and outputs from which copying them takes longer than launching
 
 
 def directly(
-    function: Function, *args: Tensor | Operator, into: Sequence[Tensor | None] = (), **constants: Any
+    function: Function,
+    *args: Tensor | Operator,
+    into: Sequence[Tensor | None] = (),
+    **constants: Any,
 ) -> list[Tensor]:
     """function(*args, **constants); each result in its place of `into`, where that is a tensor that has room for it."""
     return _placed(function(*args, **constants), into)
@@ -48,7 +53,9 @@ class Task:
 
     @property
     def bytes(self) -> int:
-        return self.size + sum(t.numel() * t.element_size() for t in _tensors(self.args))
+        return self.size + sum(
+            t.numel() * t.element_size() for t in _tensors(self.args)
+        )
 
 
 def together(tasks: list[Task], run: Run) -> None:
@@ -59,21 +66,37 @@ def together(tasks: list[Task], run: Run) -> None:
     tasks.reverse()
     while tasks:
         batch, room = [tasks.pop()], LARGE
-        while run is not directly and tasks and (room := room - batch[-1].bytes) >= tasks[-1].bytes:
+        while (
+            run is not directly
+            and tasks
+            and (room := room - batch[-1].bytes) >= tasks[-1].bytes
+        ):
             batch.append(tasks.pop())
-        calls = tuple((task.function, len(task.args), tuple(task.constants.items())) for task in batch)
+        calls = tuple(
+            (task.function, len(task.args), tuple(task.constants.items()))
+            for task in batch
+        )
         with batch[0].timer:
-            args, into = ([x for task in batch for x in getattr(task, name)] for name in ("args", "into"))
+            args, into = (
+                [x for task in batch for x in getattr(task, name)]
+                for name in ("args", "into")
+            )
             results = iter(run(_in_turn, *args, into=into, calls=calls))
             for task in batch:
                 task.then(*itertools.islice(results, len(task.into)))
         del args, task
 
 
-def _in_turn(*args: Tensor | Operator, calls: tuple[tuple[Function, int, Any], ...]) -> tuple[Tensor, ...]:
+def _in_turn(
+    *args: Tensor | Operator, calls: tuple[tuple[Function, int, Any], ...]
+) -> tuple[Tensor, ...]:
     """The results of several functions, each with its number of arguments and its constants."""
     rest = iter(args)
-    return tuple(t for function, count, constants in calls for t in function(*itertools.islice(rest, count), **dict(constants)))
+    return tuple(
+        t
+        for function, count, constants in calls
+        for t in function(*itertools.islice(rest, count), **dict(constants))
+    )
 
 
 class Replay:
@@ -86,12 +109,21 @@ class Replay:
         self.pool: Any = None
 
     def __call__(
-        self, function: Function, *args: Tensor | Operator, into: Sequence[Tensor | None] = (), **constants: Any
+        self,
+        function: Function,
+        *args: Tensor | Operator,
+        into: Sequence[Tensor | None] = (),
+        **constants: Any,
     ) -> list[Tensor]:
         """As `directly`; the function never waits for the device, and all it depends on is among its arguments."""
         tensors = list(_tensors(args))
         waits = any(isinstance(arg, Operator) and arg.waits for arg in args)
-        if self.device.type != "cuda" or waits or any(t.device != self.device for t in tensors) or capturing():
+        if (
+            self.device.type != "cuda"
+            or waits
+            or any(t.device != self.device for t in tensors)
+            or capturing()
+        ):
             return directly(function, *args, into=into, **constants)
         key = function, tuple(map(signature, args)), tuple(constants.items())
         known = self.recordings.get(key)
@@ -100,12 +132,16 @@ class Replay:
             if known is None:
                 if len(self.recordings) == MOST:  # shapes keep changing: begin anew
                     self.forget()
-                self.recordings[key] = _Recording([_like(t) for t in (*tensors, *results)], len(tensors))
+                self.recordings[key] = _Recording(
+                    [_like(t) for t in (*tensors, *results)], len(tensors)
+                )
             return _placed(results, into)
         try:
             if known.graph is None:
                 self._record(known, function, args, constants)
-        except torch.OutOfMemoryError:  # a recording cannot have the memory that others have left unused
+        except (
+            torch.OutOfMemoryError
+        ):  # a recording cannot have the memory that others have left unused
             known.fits = False
             return directly(function, *args, into=into, **constants)
         return known.replayed(tensors, into)
@@ -115,10 +151,20 @@ class Replay:
         self.recordings.clear()
         self.arena = self.pool = None
 
-    def _record(self, recording: _Recording, function: Function, args: Sequence[Tensor | Operator], constants: Any) -> None:
+    def _record(
+        self,
+        recording: _Recording,
+        function: Function,
+        args: Sequence[Tensor | Operator],
+        constants: Any,
+    ) -> None:
         needed = max(known.bytes for known in self.recordings.values() if known.fits)
-        if self.arena is None or self.arena.numel() < needed:  # in powers of 2, since the one before stays as well
-            self.arena = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8, device=self.device)
+        if (
+            self.arena is None or self.arena.numel() < needed
+        ):  # in powers of 2, since the one before stays as well
+            self.arena = torch.empty(
+                1 << (needed - 1).bit_length(), dtype=torch.uint8, device=self.device
+            )
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         recording.record(self.arena, self.pool, function, args, constants)
@@ -134,15 +180,24 @@ def side_stream(device: torch.device, branch: int = 0) -> torch.cuda.Stream:
     return _SIDES[device, branch]
 
 
-def recorded(device: torch.device, run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+def recorded(
+    device: torch.device, run: Callable[[], None], pool: Any = None
+) -> torch.cuda.CUDAGraph:
     """What a function launches, as a graph; nothing of it happens yet."""
-    graph, here, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), side_stream(device)
+    graph, here, side = (
+        torch.cuda.CUDAGraph(),
+        torch.cuda.current_stream(device),
+        side_stream(device),
+    )
     side.wait_stream(here)
     collecting = gc.isenabled()
     gc.disable()  # a graph that is let go of while another is recorded would spoil it
     try:
         with torch.cuda.device(device), torch.cuda.stream(side):
-            graph.capture_begin(pool=pool or torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            graph.capture_begin(
+                pool=pool or torch.cuda.graph_pool_handle(),
+                capture_error_mode="thread_local",
+            )
             try:
                 run()
             finally:
@@ -186,7 +241,9 @@ class _Recording:
     ) -> None:
         places, start = [], 0
         for place in self.places:
-            numbers = arena[start : start + math.prod(place.shape) * place.dtype.itemsize].view(place.dtype)
+            numbers = arena[
+                start : start + math.prod(place.shape) * place.dtype.itemsize
+            ].view(place.dtype)
             places.append(numbers.as_strided(place.shape, place.stride))
             start += place.bytes
         self.inputs, self.results = places[: self.count], places[self.count :]
@@ -198,7 +255,9 @@ class _Recording:
 
         self.graph = recorded(arena.device, run, pool)
 
-    def replayed(self, tensors: list[Tensor], into: Sequence[Tensor | None]) -> list[Tensor]:
+    def replayed(
+        self, tensors: list[Tensor], into: Sequence[Tensor | None]
+    ) -> list[Tensor]:
         assert self.graph is not None
         write(list(zip(self.inputs, tensors, strict=True)))
         self.graph.replay()
@@ -206,11 +265,15 @@ class _Recording:
 
 
 def _placed(
-    results: Sequence[Tensor], into: Sequence[Tensor | None], otherwise: Callable[[Tensor], Tensor] = lambda t: t
+    results: Sequence[Tensor],
+    into: Sequence[Tensor | None],
+    otherwise: Callable[[Tensor], Tensor] = lambda t: t,
 ) -> list[Tensor]:
     rooms = [*into, *[None] * (len(results) - len(into))]
     return [
-        room.copy_(t) if room is not None and (room.shape, room.dtype) == (t.shape, t.dtype) else otherwise(t)
+        room.copy_(t)
+        if room is not None and (room.shape, room.dtype) == (t.shape, t.dtype)
+        else otherwise(t)
         for t, room in zip(results, rooms, strict=True)
     ]
 
@@ -220,21 +283,32 @@ def _tensors(args: Sequence[Tensor | Operator]) -> Iterator[Tensor]:
         yield from [arg] if isinstance(arg, Tensor) else arg.tensors()
 
 
-def _with(args: Sequence[Tensor | Operator], tensors: Sequence[Tensor]) -> Iterator[Tensor | Operator]:
+def _with(
+    args: Sequence[Tensor | Operator], tensors: Sequence[Tensor]
+) -> Iterator[Tensor | Operator]:
     """The arguments with other tensors in their places."""
     rest = iter(tensors)
     for arg in args:
         if isinstance(arg, Tensor):
             yield next(rest)
         else:
-            yield replace(arg, **{name: next(rest) for name, value in vars(arg).items() if isinstance(value, Tensor)})
+            yield replace(
+                arg,
+                **{
+                    name: next(rest)
+                    for name, value in vars(arg).items()
+                    if isinstance(value, Tensor)
+                },
+            )
 
 
 def signature(arg: Tensor | Operator) -> object:
     """All that a recording depends on but the numbers."""
     if isinstance(arg, Tensor):
         return arg.shape, arg.stride(), arg.dtype
-    return type(arg), tuple(signature(v) if isinstance(v, Tensor) else v for v in vars(arg).values())
+    return type(arg), tuple(
+        signature(v) if isinstance(v, Tensor) else v for v in vars(arg).values()
+    )
 
 
 def _like(t: Tensor) -> _Like:

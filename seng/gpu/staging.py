@@ -18,17 +18,27 @@ SLOTS = 32
 
 class _Slot:
     def __init__(self) -> None:
-        self.buffer = torch.empty(2**14, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self.buffer = torch.empty(
+            2**14, dtype=torch.uint8, device="cpu", pin_memory=True
+        )
         self.gone = torch.cuda.Event()
 
     def send(self, numbers: Tensor, device: torch.device, to: Tensor | None) -> Tensor:
         self.gone.synchronize()
         size = numbers.numel() * numbers.element_size()
         if size > self.buffer.numel():
-            self.buffer = torch.empty(2 ** size.bit_length(), dtype=torch.uint8, device="cpu", pin_memory=True)
-        staged = self.buffer[:size].view(numbers.dtype).view(numbers.shape).copy_(numbers)
+            self.buffer = torch.empty(
+                2 ** size.bit_length(), dtype=torch.uint8, device="cpu", pin_memory=True
+            )
+        staged = (
+            self.buffer[:size].view(numbers.dtype).view(numbers.shape).copy_(numbers)
+        )
         fits = to is not None and to.shape == staged.shape
-        out = to.copy_(staged, non_blocking=True) if to is not None and fits else staged.to(device, non_blocking=True)
+        out = (
+            to.copy_(staged, non_blocking=True)
+            if to is not None and fits
+            else staged.to(device, non_blocking=True)
+        )
         self.gone.record(torch.cuda.current_stream(device))
         return out
 

@@ -41,7 +41,10 @@ class Checkpoint:
             os.replace(half, self.path)
         except (OSError, RuntimeError) as why:  # torch reports a full disk as either
             kept = "the one before stays" if self.path.exists() else "there is none yet"
-            warnings.warn(f"seng: the checkpoint {self.path} could not be written ({why}); {kept}", stacklevel=2)
+            warnings.warn(
+                f"seng: the checkpoint {self.path} could not be written ({why}); {kept}",
+                stacklevel=2,
+            )
             return False
         finally:
             half.unlink(missing_ok=True)
@@ -52,16 +55,22 @@ class Checkpoint:
         """What was saved, if anything; refused where it belongs to another run."""
         there = self.ranks.all_have(self.path.exists())
         if any(there) and not there[0]:
-            raise ValueError(f"rank {there.index(True)} has the checkpoint {self.path}, and rank 0 has not: {SHARED}")
+            raise ValueError(
+                f"rank {there.index(True)} has the checkpoint {self.path}, and rank 0 has not: {SHARED}"
+            )
         return self.ranks.first_has(lambda: self._read(head))
 
     def _read(self, head: dict[str, Any]) -> dict[str, Any] | None:
         if not self.path.exists():
             return None
         try:
-            saved: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+            saved: dict[str, Any] = torch.load(
+                self.path, map_location="cpu", weights_only=True
+            )
         except Exception as why:
-            raise ValueError(f"the checkpoint {self.path} cannot be read ({why}): remove it to begin anew") from why
+            raise ValueError(
+                f"the checkpoint {self.path} cannot be read ({why}): remove it to begin anew"
+            ) from why
         differs = [key for key in head if saved["head"].get(key) != head[key]]
         if differs:
             raise ValueError(

@@ -9,16 +9,48 @@ from importlib import import_module
 from seng.lab.names import unknown
 
 COMMANDS = {  # word -> the module and the function in it that does it, and what it does
-    "demo": ("seng.lab.demo", "main", "SENG, SGD, Adam and K-FAC train a small network side by side, in half a minute"),
+    "demo": (
+        "seng.lab.demo",
+        "main",
+        "SENG, SGD, Adam and K-FAC train a small network side by side, in half a minute",
+    ),
     "train": ("seng.lab.compare", "main_train", "train one optimizer on a task"),
-    "compare": ("seng.lab.compare", "main", "train several optimizers on a task, each with several seeds"),
-    "tune": ("seng.lab.tuning.command", "main", "search for each optimizer's recipe, with equal budgets"),
-    "report": ("seng.lab.report.command", "main", "one page with all results, and pictures of them"),
-    "reproduce": ("seng.lab.reproduce", "main", "the paper's tables with ours beside them"),
+    "compare": (
+        "seng.lab.compare",
+        "main",
+        "train several optimizers on a task, each with several seeds",
+    ),
+    "tune": (
+        "seng.lab.tuning.command",
+        "main",
+        "search for each optimizer's recipe, with equal budgets",
+    ),
+    "report": (
+        "seng.lab.report.command",
+        "main",
+        "one page with all results, and pictures of them",
+    ),
+    "reproduce": (
+        "seng.lab.reproduce",
+        "main",
+        "the paper's tables with ours beside them",
+    ),
     "data": ("seng.lab.datasets.command", "main", "get a data set, verified"),
-    "bench": ("seng.lab.bench.command", "main", "time, memory and quality of a SENG step beside SGD, AdamW, Muon and K-FAC"),
-    "theory": ("seng.lab.theory.command", "main", "the paper's theorems, run: a verdict and a picture for each"),
-    "scale": ("seng.lab.scale", "main", "a projection of step time and scaling efficiency to 8–4096 GPUs"),
+    "bench": (
+        "seng.lab.bench.command",
+        "main",
+        "time, memory and quality of a SENG step beside SGD, AdamW, Muon and K-FAC",
+    ),
+    "theory": (
+        "seng.lab.theory.command",
+        "main",
+        "the paper's theorems, run: a verdict and a picture for each",
+    ),
+    "scale": (
+        "seng.lab.scale",
+        "main",
+        "a projection of step time and scaling efficiency to 8–4096 GPUs",
+    ),
 }
 
 HELP = "\n".join(

@@ -93,7 +93,9 @@ def changes(given: Sequence[str], optimizer: str) -> dict[str, Any]:
         for text in given:
             key, equals, value = text.partition("=")
             if not equals:
-                raise ValueError(f"--set takes field=value, such as lr=0.1 or seng.lr=0.1, not {text!r}")
+                raise ValueError(
+                    f"--set takes field=value, such as lr=0.1 or seng.lr=0.1, not {text!r}"
+                )
             name, dot, field = key.rpartition(".")
             if dot and name not in RECIPES:
                 recipe(name)  # says what there is
@@ -105,9 +107,14 @@ def changes(given: Sequence[str], optimizer: str) -> dict[str, Any]:
 def check_set(given: Sequence[str], optimizers: Sequence[str]) -> None:
     """Refuse what `--set` says of an optimizer that does not run."""
     for text in given:
-        if "." in (key := text.partition("=")[0]) and key.rpartition(".")[0] not in optimizers:
+        if (
+            "." in (key := text.partition("=")[0])
+            and key.rpartition(".")[0] not in optimizers
+        ):
             recipe(key.rpartition(".")[0])  # says what there is
-            raise ValueError(f"--set {text} is for an optimizer that does not run here: there are {', '.join(optimizers)}")
+            raise ValueError(
+                f"--set {text} is for an optimizer that does not run here: there are {', '.join(optimizers)}"
+            )
 
 
 def chosen(
@@ -117,34 +124,70 @@ def chosen(
     path = out / what.name / TUNED
     budget = what.epochs if epochs is None else epochs
     try:
-        known = json.loads(path.read_text()) if path.exists() and not how.untuned else {}
+        known = (
+            json.loads(path.read_text()) if path.exists() and not how.untuned else {}
+        )
     except ValueError as wrong:
-        raise ValueError(f"{path} cannot be read ({wrong}): run seng tune again, which writes it, or give --untuned") from None
+        raise ValueError(
+            f"{path} cannot be read ({wrong}): run seng tune again, which writes it, or give --untuned"
+        ) from None
     if how.tuned and how.untuned:
-        raise ValueError("--tuned takes what seng tune found and --untuned leaves it aside: give one of them")
+        raise ValueError(
+            "--tuned takes what seng tune found and --untuned leaves it aside: give one of them"
+        )
     if how.tuned and f"{optimizer}-{how.tuned}" not in known:
         command = f"seng tune {what.name} --optimizers {optimizer} --label {how.tuned}"
-        raise ValueError(f"{path} has nothing for {optimizer} under {how.tuned!r}: {command} finds it")
+        raise ValueError(
+            f"{path} has nothing for {optimizer} under {how.tuned!r}: {command} finds it"
+        )
     tuned = known.get(f"{optimizer}-{how.tuned or how.label}") or known.get(optimizer)
     base = what.recipe(optimizer, budget)
     if tuned is not None:
-        scale = budget / tuned.get("epochs", budget)  # a schedule that was searched in a shorter run
-        base = base.with_({k: v * scale if k in LENGTHS and v else v for k, v in tuned["recipe"].items()})
+        scale = budget / tuned.get(
+            "epochs", budget
+        )  # a schedule that was searched in a shorter run
+        base = base.with_(
+            {
+                k: v * scale if k in LENGTHS and v else v
+                for k, v in tuned["recipe"].items()
+            }
+        )
     given = changes(how.set, optimizer)
     kept = ("trials", "study", "epochs", "batch")
-    return base.with_(given), {name: tuned.get(name) for name in kept} if tuned and not given else None
+    return base.with_(given), {
+        name: tuned.get(name) for name in kept
+    } if tuned and not given else None
 
 
 def runs(
-    what: Task, optimizers: Sequence[str], seeds: Sequence[int], amounts: Amounts, how: How, out: Path, ranks: int = 1
+    what: Task,
+    optimizers: Sequence[str],
+    seeds: Sequence[int],
+    amounts: Amounts,
+    how: How,
+    out: Path,
+    ranks: int = 1,
 ) -> list[Run]:
     """Everything that is to be run, seed after seed."""
     check_set(how.set, optimizers)
-    recipes = {name: chosen(what, name, how, out, amounts.epochs) for name in optimizers}
-    common: dict[str, Any] = {name: getattr(how, name) for name in ("label", "compile", "graph", "shared")}
+    recipes = {
+        name: chosen(what, name, how, out, amounts.epochs) for name in optimizers
+    }
+    common: dict[str, Any] = {
+        name: getattr(how, name) for name in ("label", "compile", "graph", "shared")
+    }
     common["stop"] = amounts.stop
     return [
-        Run(what, recipes[name][0], seed, amounts.epochs, amounts.batch, tuning=recipes[name][1], ranks=ranks, **common)
+        Run(
+            what,
+            recipes[name][0],
+            seed,
+            amounts.epochs,
+            amounts.batch,
+            tuning=recipes[name][1],
+            ranks=ranks,
+            **common,
+        )
         for seed in seeds
         for name in optimizers
     ]
@@ -153,31 +196,48 @@ def runs(
 def device_of(name: str | None) -> torch.device:
     """By its name, ready for timing; where none is given, a GPU if there is one."""
     kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind.split(":")[0] not in ("cpu", "cuda") or (kind.startswith("cuda") and not torch.cuda.is_available()):
-        raise ValueError(f"--device is cpu or cuda, and cuda needs a GPU that torch sees; given: {kind}")
+    if kind.split(":")[0] not in ("cpu", "cuda") or (
+        kind.startswith("cuda") and not torch.cuda.is_available()
+    ):
+        raise ValueError(
+            f"--device is cpu or cuda, and cuda needs a GPU that torch sees; given: {kind}"
+        )
     torch.backends.cudnn.benchmark = kind.startswith("cuda")
     return torch.device(kind)
 
 
 def carried_out(
-    todo: Sequence[Run], where: Where, how: How, command: str, device: torch.device, ranks: Ranks
+    todo: Sequence[Run],
+    where: Where,
+    how: How,
+    command: str,
+    device: torch.device,
+    ranks: Ranks,
 ) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Each line of each run as it comes."""
     data = open_data(todo[0].task.data, where.data)
     for run in {run.name: run for run in todo}.values() if ranks.count > 1 else ():
         try:
-            run.recipe.optimizer(run.task.build(data.classes))  # before the others have trained for hours
+            run.recipe.optimizer(
+                run.task.build(data.classes)
+            )  # before the others have trained for hours
         except RuntimeError as why:
-            raise ValueError(f"{run.name} does not run on {ranks.count} ranks: {why}") from why
+            raise ValueError(
+                f"{run.name} does not run on {ranks.count} ranks: {why}"
+            ) from why
     warm: set[str] = set()
     for run in todo:
         if device.type == "cuda" and run.recipe.name not in warm:
             warm_up(run, data, device, ranks)
             warm.add(run.recipe.name)
         training = Training(run, data, device, command, ranks)
-        place = where.out / run.task.name / "checkpoints" / f"{run.path(where.out).stem}.pt"
+        place = (
+            where.out / run.task.name / "checkpoints" / f"{run.path(where.out).stem}.pt"
+        )
         writer = _writer(where.tensorboard if ranks.first else None, run)
-        checkpoint = Checkpoint(place, how.checkpoint, ranks) if run.recipe.resumable else None
+        checkpoint = (
+            Checkpoint(place, how.checkpoint, ranks) if run.recipe.resumable else None
+        )
         for line in train(training, where.out, checkpoint, how.again):
             for name in ("train_loss", "loss", "metric") if writer else ():
                 if line[name] is not None:
@@ -196,7 +256,14 @@ def _writer(folder: Path | None, run: Run) -> Any:
     return SummaryWriter(folder / run.task.name / f"{run.name}-{run.seed}")
 
 
-def go(todo: Sequence[Run], where: Where, how: How, command: str, device: torch.device, ranks: Ranks) -> None:
+def go(
+    todo: Sequence[Run],
+    where: Where,
+    how: How,
+    command: str,
+    device: torch.device,
+    ranks: Ranks,
+) -> None:
     """Run, and show the standings."""
     silent = Console(quiet=True, force_terminal=False)
     with Standings(todo, None if ranks.first else silent) as standings:
@@ -204,20 +271,28 @@ def go(todo: Sequence[Run], where: Where, how: How, command: str, device: torch.
             tuned = run.tuning or {}
             for what, value in (("epochs", run.budget), ("batch", run.size)):
                 if tuned.get(what) not in (None, value):
-                    standings.say(f"{name}: its recipe was tuned with {what} {tuned[what]:g} and now runs with {value:g}")
+                    standings.say(
+                        f"{name}: its recipe was tuned with {what} {tuned[what]:g} and now runs with {value:g}"
+                    )
         budgets = {run.name: (run.tuning or {}).get("trials", 0) for run in todo}
         if len(set(budgets.values())) > 1:
             told = ", ".join(f"{name} {trials}" for name, trials in budgets.items())
-            standings.say(f"these recipes were chosen by different numbers of trials: {told}")
+            standings.say(
+                f"these recipes were chosen by different numbers of trials: {told}"
+            )
         try:
             for run, line in carried_out(todo, where, how, command, device, ranks):
                 standings.tell(run, line)
         except KeyboardInterrupt:
-            standings.say(f"interrupted; the same command goes on from here: {command.replace(' --again', '')}")
+            standings.say(
+                f"interrupted; the same command goes on from here: {command.replace(' --again', '')}"
+            )
             sys.exit(130)
         except (DataError, OSError) as wrong:
             sys.exit(f"seng{ranks.said}: {wrong}")
-    standings.say(f"results: {where.out / todo[0].task.name}; seng report {where.out} draws them")
+    standings.say(
+        f"results: {where.out / todo[0].task.name}; seng report {where.out} draws them"
+    )
 
 
 def command_of(words: Sequence[str], arguments: Sequence[str]) -> str:
@@ -225,11 +300,15 @@ def command_of(words: Sequence[str], arguments: Sequence[str]) -> str:
     return shlex.join(["seng", *words, *arguments])
 
 
-def parsed(kind: type[Any], words: str, arguments: Sequence[str] | None) -> tuple[Any, str]:
+def parsed(
+    kind: type[Any], words: str, arguments: Sequence[str] | None
+) -> tuple[Any, str]:
     """The options of a command, and the command itself as text."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     config = (tyro.conf.OmitArgPrefixes,)
-    options = tyro.cli(kind, prog=f"seng {words}", description=kind.__doc__, args=given, config=config)
+    options = tyro.cli(
+        kind, prog=f"seng {words}", description=kind.__doc__, args=given, config=config
+    )
     return options, command_of([words], given)
 
 
@@ -262,14 +341,30 @@ class Compare:
     where: Where = Where()
 
 
-def start(options: Train | Compare, word: str, command: str, optimizers: Sequence[str], seeds: Sequence[int]) -> None:
+def start(
+    options: Train | Compare,
+    word: str,
+    command: str,
+    optimizers: Sequence[str],
+    seeds: Sequence[int],
+) -> None:
     """One process, or what torchrun started; what is wrong is said in a sentence, by every rank for which it is."""
     ranks, how, where = ALONE, options.how, options.where
     try:
         ranks = Ranks.present()
         if how.again and ranks.restarts:
-            raise ValueError("--again would begin anew after every restart: leave it out, or leave out --max-restarts")
-        todo = runs(task(options.task), optimizers, seeds, options.amounts, how, where.out, ranks.count)
+            raise ValueError(
+                "--again would begin anew after every restart: leave it out, or leave out --max-restarts"
+            )
+        todo = runs(
+            task(options.task),
+            optimizers,
+            seeds,
+            options.amounts,
+            how,
+            where.out,
+            ranks.count,
+        )
         device = ranks.device(device_of(where.device))
         with ranks.joined(device, how.timeout):
             go(todo, where, how, ranks.launcher + command, device, ranks)
@@ -287,5 +382,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """`seng compare`."""
     options, command = parsed(Compare, "compare", arguments)
     if options.seeds < 1 or not options.optimizers:
-        sys.exit("seng compare: --seeds is a count of at least 1, and --optimizers names at least one")
-    start(options, "compare", command, list(dict.fromkeys(options.optimizers)), range(options.seeds))
+        sys.exit(
+            "seng compare: --seeds is a count of at least 1, and --optimizers names at least one"
+        )
+    start(
+        options,
+        "compare",
+        command,
+        list(dict.fromkeys(options.optimizers)),
+        range(options.seeds),
+    )

@@ -73,9 +73,30 @@ def kfac(model: nn.Module, lr: float) -> Optimizer:
 
 RECIPES = (
     Recipe("SENG", lambda m, lr: SENG(m, lr=lr), GRID, 0.1, "#D55E00", "-"),
-    Recipe("SENG-Nesterov", lambda m, lr: SENG(m, lr=lr, nesterov=True), GRID, 0.05, "#E69F00", ".-"),
-    Recipe("SGD", lambda m, lr: SGD(m.parameters(), lr, momentum=0.9, nesterov=True), GRID, 0.025, "#0072B2", "--"),
-    Recipe("Adam", lambda m, lr: Adam(m.parameters(), lr), (0.00125, 0.0025, 0.005, 0.01, 0.02), 0.005, "#009E73", "-."),
+    Recipe(
+        "SENG-Nesterov",
+        lambda m, lr: SENG(m, lr=lr, nesterov=True),
+        GRID,
+        0.05,
+        "#E69F00",
+        ".-",
+    ),
+    Recipe(
+        "SGD",
+        lambda m, lr: SGD(m.parameters(), lr, momentum=0.9, nesterov=True),
+        GRID,
+        0.025,
+        "#0072B2",
+        "--",
+    ),
+    Recipe(
+        "Adam",
+        lambda m, lr: Adam(m.parameters(), lr),
+        (0.00125, 0.0025, 0.005, 0.01, 0.02),
+        0.005,
+        "#009E73",
+        "-.",
+    ),
     Recipe("K-FAC", kfac, (0.05, 0.1, 0.2, 0.4, 0.8), 0.1, "#CC79A7", ":"),
 )
 
@@ -99,7 +120,10 @@ def split(x: Tensor, y: Tensor) -> Data:
 def digits() -> Data:
     """1,437 images to train on and 360 to test with."""
     bunch = load_digits()
-    return split(torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(bunch.target))
+    return split(
+        torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16,
+        torch.tensor(bunch.target),
+    )
 
 
 @dataclass
@@ -123,7 +147,10 @@ class Run:
         self.optimizer = self.recipe.build(self.model, self.recipe.lr)
         order = torch.Generator().manual_seed(self.seed)
         count = len(self.data.y)
-        epochs = [torch.randperm(count, generator=order)[: count - count % BATCH] for _ in range(self.epochs)]
+        epochs = [
+            torch.randperm(count, generator=order)[: count - count % BATCH]
+            for _ in range(self.epochs)
+        ]
         self.batches = torch.cat(epochs).view(-1, BATCH)
         self.laps = len(self.batches) // LAP
 
@@ -139,7 +166,9 @@ class Run:
             loss.backward()
             self.optimizer.step()
             losses.append(loss.item())
-        self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + time.perf_counter() - start)
+        self.seconds.append(
+            (self.seconds[-1] if self.seconds else 0.0) + time.perf_counter() - start
+        )
         self.losses.append(fmean(losses))
         self.model.eval()
         with torch.no_grad():
@@ -149,7 +178,10 @@ class Run:
     @property
     def laps_to_target(self) -> int | None:
         """The first evaluation that reaches the target."""
-        return next((i + 1 for i, accuracy in enumerate(self.accuracies) if accuracy >= TARGET), None)
+        return next(
+            (i + 1 for i, accuracy in enumerate(self.accuracies) if accuracy >= TARGET),
+            None,
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -162,27 +194,47 @@ Runs = dict[str, list[Run]]  # by optimizer, one per seed
 
 def race(data: Data, epochs: int, seeds: Sequence[int], console: Console) -> Runs:
     """All optimizers and seeds, lap by lap in turns; who begins a round changes from round to round."""
-    for recipe in RECIPES:  # what the first steps of a process cost should not count for whoever begins
+    for recipe in (
+        RECIPES
+    ):  # what the first steps of a process cost should not count for whoever begins
         Run(recipe, 0, data, 1).lap()
     runs: Runs = {recipe.name: [] for recipe in RECIPES}
-    columns = "{task.description:13}", BarColumn(28), "{task.fields[now]}", TimeElapsedColumn()
+    columns = (
+        "{task.description:13}",
+        BarColumn(28),
+        "{task.fields[now]}",
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console) as progress:
-        bars = {recipe.name: progress.add_task(recipe.name, total=None, now="") for recipe in RECIPES}
+        bars = {
+            recipe.name: progress.add_task(recipe.name, total=None, now="")
+            for recipe in RECIPES
+        }
         for seed in seeds:
             entrants = [Run(recipe, seed, data, epochs) for recipe in RECIPES]
             for run in entrants:
                 runs[run.recipe.name].append(run)
             for i in range(entrants[0].laps):
-                for run in entrants[i % len(entrants) :] + entrants[: i % len(entrants)]:
+                for run in (
+                    entrants[i % len(entrants) :] + entrants[: i % len(entrants)]
+                ):
                     run.lap()
                     now = f"seed {seed}  loss {run.losses[-1]:.4f}  test {run.accuracies[-1]:.1%}"
-                    progress.update(bars[run.recipe.name], total=run.laps * len(seeds), advance=1, now=now)
+                    progress.update(
+                        bars[run.recipe.name],
+                        total=run.laps * len(seeds),
+                        advance=1,
+                        now=now,
+                    )
     return runs
 
 
 def table(runs: Runs) -> Table:
     """What came out, means over the seeds; the time to the target is of the runs that reached it, whose number is given."""
-    out = Table(title=f"Digits, {len(runs['SGD'])} seed(s); target: {TARGET:.0%} test accuracy", title_justify="left")
+    out = Table(
+        title=f"Digits, {len(runs['SGD'])} seed(s); target: {TARGET:.0%} test accuracy",
+        title_justify="left",
+    )
     out.add_column("optimizer", no_wrap=True)
     for header in (
         "lr",
@@ -196,13 +248,22 @@ def table(runs: Runs) -> Table:
     sgd = fmean(run.step_seconds for run in runs["SGD"])
     for name, group in runs.items():
         final = [100 * run.accuracies[-1] for run in group]
-        there = [(laps, run.seconds[laps - 1]) for run in group if (laps := run.laps_to_target)]
-        steps, seconds = (fmean(laps for laps, _ in there) * LAP, fmean(s for _, s in there)) if there else (nan, nan)
+        there = [
+            (laps, run.seconds[laps - 1])
+            for run in group
+            if (laps := run.laps_to_target)
+        ]
+        steps, seconds = (
+            (fmean(laps for laps, _ in there) * LAP, fmean(s for _, s in there))
+            if there
+            else (nan, nan)
+        )
         step = fmean(run.step_seconds for run in group)
         out.add_row(
             name,
             f"{group[0].recipe.lr:g}",
-            f"{fmean(final):.2f}" + (f" ± {stdev(final):.2f}" if len(final) > 1 else ""),
+            f"{fmean(final):.2f}"
+            + (f" ± {stdev(final):.2f}" if len(final) > 1 else ""),
             f"{steps:.0f} ({len(there)}/{len(group)})",
             f"{seconds:.3f}",
             f"{1000 * step:.1f}",
@@ -219,12 +280,24 @@ def picture(runs: Runs, facts: str, path: Path) -> None:
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
     for name, group in runs.items():
         recipe = group[0].recipe
-        losses, accuracies = np.array([run.losses for run in group]), 100 * np.array([run.accuracies for run in group])
+        losses, accuracies = (
+            np.array([run.losses for run in group]),
+            100 * np.array([run.accuracies for run in group]),
+        )
         steps = LAP * np.arange(1, losses.shape[1] + 1)
         for column, x in enumerate((steps, np.mean([run.seconds for run in group], 0))):
             for ax, y in ((axes[0, column], losses), (axes[1, column], accuracies)):
-                ax.plot(x, y.mean(0), recipe.line, color=recipe.colour, label=f"{name}, lr {recipe.lr:g}", linewidth=1.8)
-                ax.fill_between(x, y.min(0), y.max(0), color=recipe.colour, alpha=0.15, linewidth=0)
+                ax.plot(
+                    x,
+                    y.mean(0),
+                    recipe.line,
+                    color=recipe.colour,
+                    label=f"{name}, lr {recipe.lr:g}",
+                    linewidth=1.8,
+                )
+                ax.fill_between(
+                    x, y.min(0), y.max(0), color=recipe.colour, alpha=0.15, linewidth=0
+                )
     for ax in axes.flat:
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
@@ -232,9 +305,16 @@ def picture(runs: Runs, facts: str, path: Path) -> None:
     for ax in axes[1]:
         ax.axhline(100 * TARGET, color="0.4", linewidth=0.9, linestyle=":")
         ax.annotate(
-            f"target {TARGET:.0%}", (0.99, 100 * TARGET), xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=8
+            f"target {TARGET:.0%}",
+            (0.99, 100 * TARGET),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="top",
+            fontsize=8,
         )
-    axes[0, 0].set(yscale="log", ylabel=f"training loss, mean of {LAP} steps", title="per step")
+    axes[0, 0].set(
+        yscale="log", ylabel=f"training loss, mean of {LAP} steps", title="per step"
+    )
     axes[0, 1].set_title("per second of training")
     axes[1, 0].set(ylim=(85, 100.2), ylabel="test accuracy, %", xlabel="steps")
     axes[1, 1].set_xlabel("seconds, without evaluation")
@@ -248,12 +328,22 @@ def tune(epochs: int, console: Console) -> Table:
     train = digits()
     data = split(train.x, train.y)
     out = Table(title="Validation accuracy, mean over the run, %", title_justify="left")
-    for header in ("optimizer", "lr", *(f"seed {seed}" for seed in TUNING_SEEDS), "mean", ""):
-        out.add_column(header, justify="left" if header in ("optimizer", "") else "right")
+    for header in (
+        "optimizer",
+        "lr",
+        *(f"seed {seed}" for seed in TUNING_SEEDS),
+        "mean",
+        "",
+    ):
+        out.add_column(
+            header, justify="left" if header in ("optimizer", "") else "right"
+        )
     for recipe in RECIPES:
         found: dict[float, list[float]] = {}
         for lr in recipe.grid:
-            runs = [Run(replace(recipe, lr=lr), seed, data, epochs) for seed in TUNING_SEEDS]
+            runs = [
+                Run(replace(recipe, lr=lr), seed, data, epochs) for seed in TUNING_SEEDS
+            ]
             with console.status(f"{recipe.name}, lr {lr:g}"):
                 for run in runs * runs[0].laps:
                     run.lap()
@@ -261,7 +351,12 @@ def tune(epochs: int, console: Console) -> Table:
         best = max(found, key=lambda lr: fmean(found[lr]))
         for lr, each in found.items():
             marks = " ".join(("best",) * (lr == best) + ("used",) * (lr == recipe.lr))
-            out.add_row(recipe.name, f"{lr:g}", *(f"{value:.2f}" for value in (*each, fmean(each))), marks)
+            out.add_row(
+                recipe.name,
+                f"{lr:g}",
+                *(f"{value:.2f}" for value in (*each, fmean(each))),
+                marks,
+            )
         out.add_section()
     return out
 
@@ -269,20 +364,33 @@ def tune(epochs: int, console: Console) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m seng.lab.demo", description="SENG twice, SGD, Adam and K-FAC side by side on digits"
+        prog="python -m seng.lab.demo",
+        description="SENG twice, SGD, Adam and K-FAC side by side on digits",
     )
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, …")
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="where the picture goes")
-    parser.add_argument("--tune", action="store_true", help="repeat the search for the learning rates instead")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo.png"), help="where the picture goes"
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="repeat the search for the learning rates instead",
+    )
     options = parser.parse_args(arguments)
     if options.epochs < 1 or options.seeds < 1:
         parser.error("--epochs and --seeds must be at least 1")
-    torch.set_num_threads(1)  # layers this small gain little from more, and on a busy machine threads wait for each other
+    torch.set_num_threads(
+        1
+    )  # layers this small gain little from more, and on a busy machine threads wait for each other
     console = Console()
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, 1 thread, torch {torch.__version__}"
     if options.tune:
-        console.print(f"python -m seng.lab.demo --tune --epochs {options.epochs}\n{machine}", highlight=False, soft_wrap=True)
+        console.print(
+            f"python -m seng.lab.demo --tune --epochs {options.epochs}\n{machine}",
+            highlight=False,
+            soft_wrap=True,
+        )
         return console.print(tune(options.epochs, console))
     seeds = range(options.seeds)
     facts = f"{machine}, seeds {', '.join(map(str, seeds))}"

@@ -16,7 +16,9 @@ from seng.lab.problems import Batch
 class Graphed:
     """Forward and backward, recorded at the first call. All batches have one shape, and nobody looks into the backward."""
 
-    def __init__(self, params: Sequence[nn.Parameter], loss: Callable[[Batch], Tensor]) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], loss: Callable[[Batch], Tensor]
+    ) -> None:
         self.params, self.loss = params, loss
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -37,8 +39,12 @@ class Graphed:
         self.batch = torch.empty_like(x), torch.empty_like(y)
         self.graph = torch.cuda.CUDAGraph()
         for p in self.params:
-            p.grad = None  # so that a replay overwrites gradients, and does not add to them
-        with torch.cuda.graph(self.graph, stream=side_stream(x.device), capture_error_mode="thread_local"):
+            p.grad = (
+                None  # so that a replay overwrites gradients, and does not add to them
+            )
+        with torch.cuda.graph(
+            self.graph, stream=side_stream(x.device), capture_error_mode="thread_local"
+        ):
             loss = self.loss(self.batch)
             loss.backward()
         self.value, self.grads = loss.detach(), [p.grad for p in self.params]

@@ -18,11 +18,17 @@ from torch import Tensor, nn
 class Residual(nn.Module):
     """relu(branch(x) + shortcut(x)); the shortcut is a 1×1 projection where the shape changes."""
 
-    def __init__(self, branch: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(
+        self, branch: nn.Sequential, inputs: int, outputs: int, stride: int
+    ) -> None:
         super().__init__()
         self.branch = branch
         same_shape = stride == 1 and inputs == outputs
-        self.shortcut = nn.Identity() if same_shape else nn.Sequential(*conv_norm(inputs, outputs, 1, stride))
+        self.shortcut = (
+            nn.Identity()
+            if same_shape
+            else nn.Sequential(*conv_norm(inputs, outputs, 1, stride))
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,23 +39,36 @@ class Residual(nn.Module):
 
 def conv_norm(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
     """A convolution and its BatchNorm, which makes a bias redundant; the padding keeps the image size at stride 1."""
-    return [nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False), nn.BatchNorm2d(outputs)]
+    return [
+        nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False),
+        nn.BatchNorm2d(outputs),
+    ]
 
 
 def basic(inputs: int, width: int, stride: int) -> Residual:
     """Two 3×3 convolutions: the block of ResNet18."""
     first, second = conv_norm(inputs, width, 3, stride), conv_norm(width, width, 3)
-    return Residual(nn.Sequential(*first, nn.ReLU(inplace=True), *second), inputs, width, stride)
+    return Residual(
+        nn.Sequential(*first, nn.ReLU(inplace=True), *second), inputs, width, stride
+    )
 
 
 def bottleneck(inputs: int, width: int, stride: int) -> Residual:
     """1×1, 3×3, 1×1: the block of ResNet50. The stride is on the 3×3, which is what "v1.5" means."""
-    narrow, middle, wide = conv_norm(inputs, width, 1), conv_norm(width, width, 3, stride), conv_norm(width, 4 * width, 1)
-    branch = nn.Sequential(*narrow, nn.ReLU(inplace=True), *middle, nn.ReLU(inplace=True), *wide)
+    narrow, middle, wide = (
+        conv_norm(inputs, width, 1),
+        conv_norm(width, width, 3, stride),
+        conv_norm(width, 4 * width, 1),
+    )
+    branch = nn.Sequential(
+        *narrow, nn.ReLU(inplace=True), *middle, nn.ReLU(inplace=True), *wide
+    )
     return Residual(branch, inputs, 4 * width, stride)
 
 
-def stages(block: Callable[[int, int, int], Residual], depths: tuple[int, ...], expansion: int) -> list[nn.Module]:
+def stages(
+    block: Callable[[int, int, int], Residual], depths: tuple[int, ...], expansion: int
+) -> list[nn.Module]:
     """The four stages of a ResNet, 64 to 512 wide; each but the first halves the image."""
     blocks: list[nn.Module] = []
     inputs = 64
@@ -70,9 +89,15 @@ def resnet18(classes: int = 10) -> nn.Sequential:
 
 def resnet50(classes: int = 1000) -> nn.Sequential:
     """ResNet50 v1.5 for 224×224 images."""
-    stem = [*conv_norm(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
+    stem = [
+        *conv_norm(3, 64, 7, 2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, classes)]
-    return initialised(nn.Sequential(*stem, *stages(bottleneck, (3, 4, 6, 3), 4), *head))
+    return initialised(
+        nn.Sequential(*stem, *stages(bottleneck, (3, 4, 6, 3), 4), *head)
+    )
 
 
 def vgg16_bn(classes: int = 10) -> nn.Sequential:
@@ -81,7 +106,11 @@ def vgg16_bn(classes: int = 10) -> nn.Sequential:
     inputs = 3
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         for _ in range(depth):
-            features += [nn.Conv2d(inputs, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            features += [
+                nn.Conv2d(inputs, width, 3, padding=1),
+                nn.BatchNorm2d(width),
+                nn.ReLU(inplace=True),
+            ]
             inputs = width
         features.append(nn.MaxPool2d(2))
     head: list[nn.Module] = [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
@@ -135,7 +164,12 @@ def fashion_cnn(classes: int = 10) -> nn.Sequential:
     """For 28×28 grey images on a CPU: three convolutions and a linear layer, 86,954 parameters."""
     layers = [*conv_norm(1, 32, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
     layers += [*conv_norm(32, 64, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
-    layers += [*conv_norm(64, 64, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64 * 7 * 7, classes)]
+    layers += [
+        *conv_norm(64, 64, 3),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64 * 7 * 7, classes),
+    ]
     return initialised(nn.Sequential(*layers))
 
 
@@ -166,7 +200,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, width) to the same."""
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, heads, T, width/heads)
+        q, k, v = (
+            self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # each (B, heads, T, width/heads)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
@@ -175,11 +211,15 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): the norms come first, as in GPT-2 and ViT."""
 
-    def __init__(self, width: int, attention: Attention, activation: nn.Module, eps: float) -> None:
+    def __init__(
+        self, width: int, attention: Attention, activation: nn.Module, eps: float
+    ) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width, eps), attention
         self.norm2 = nn.LayerNorm(width, eps)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), activation, nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), activation, nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, width) to the same."""
@@ -191,12 +231,22 @@ class TransformerBlock(nn.Module):
 class GPT2(nn.Module):
     """GPT-2 without its dropout: learned positions, and one matrix for the tokens going in and coming out."""
 
-    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, context: int) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, vocabulary: int, context: int
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.tokens, self.positions = (
+            nn.Embedding(vocabulary, width),
+            nn.Embedding(context, width),
+        )
         tanh = nn.GELU("tanh")
         self.blocks = nn.Sequential(
-            *(TransformerBlock(width, Attention(width, heads, causal=True), tanh, 1e-5) for _ in range(layers))
+            *(
+                TransformerBlock(
+                    width, Attention(width, heads, causal=True), tanh, 1e-5
+                )
+                for _ in range(layers)
+            )
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -204,18 +254,33 @@ class GPT2(nn.Module):
         normal_linears(self)
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.01)
-        for name, p in self.named_parameters():  # what each of the 2·layers residual branches ends with
+        for (
+            name,
+            p,
+        ) in (
+            self.named_parameters()
+        ):  # what each of the 2·layers residual branches ends with
             if name.endswith(("out.weight", "mlp.2.weight")):
                 nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) to logits (B, T, vocabulary)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # (B, T): the sample comes first
-        out: Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions))))
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
+            tokens
+        )  # (B, T): the sample comes first
+        out: Tensor = self.head(
+            self.norm(self.blocks(self.tokens(tokens) + self.positions(positions)))
+        )
         return out
 
 
-def gpt2(layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 50257, context: int = 1024) -> GPT2:
+def gpt2(
+    layers: int = 12,
+    width: int = 768,
+    heads: int = 12,
+    vocabulary: int = 50257,
+    context: int = 1024,
+) -> GPT2:
     """The smallest GPT-2, 124,439,808 parameters; the vocabulary is not padded."""
     return GPT2(layers, width, heads, vocabulary, context)
 
@@ -223,13 +288,20 @@ def gpt2(layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 
 class ViT(nn.Module):
     """Patches and a class token through a transformer."""
 
-    def __init__(self, layers: int, width: int, heads: int, patch: int, size: int, classes: int) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, patch: int, size: int, classes: int
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + 1, width))
         self.blocks = nn.Sequential(
-            *(TransformerBlock(width, Attention(width, heads, causal=False), nn.GELU(), 1e-6) for _ in range(layers))
+            *(
+                TransformerBlock(
+                    width, Attention(width, heads, causal=False), nn.GELU(), 1e-6
+                )
+                for _ in range(layers)
+            )
         )
         self.norm = nn.LayerNorm(width, 1e-6)
         self.head = nn.Linear(width, classes)
@@ -239,7 +311,10 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, size, size) to (B, classes)."""
         patches = self.patches(x).flatten(2).mT  # (B, T − 1, width)
-        x = torch.cat([self.class_token.expand(len(x), -1, -1), patches], 1) + self.positions
+        x = (
+            torch.cat([self.class_token.expand(len(x), -1, -1), patches], 1)
+            + self.positions
+        )
         out: Tensor = self.head(self.norm(self.blocks(x)[:, 0]))
         return out
 

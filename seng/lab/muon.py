@@ -25,13 +25,30 @@ class MuonAndAdamW:
         nesterov: bool = True,
         fused: bool | None = None,
     ) -> None:
-        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | _ConvNd)]
+        layers = [
+            layer for layer in model.modules() if isinstance(layer, nn.Linear | _ConvNd)
+        ]
         head = [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]
-        tables = {layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)} | {h.weight for h in head}
-        self.weights = list(dict.fromkeys(layer.weight for layer in layers if layer.weight not in tables))
-        self.matrices = [nn.Parameter(as_matrix(p.detach(), p)) for p in self.weights]  # views of the weights
+        tables = {
+            layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)
+        } | {h.weight for h in head}
+        self.weights = list(
+            dict.fromkeys(
+                layer.weight for layer in layers if layer.weight not in tables
+            )
+        )
+        self.matrices = [
+            nn.Parameter(as_matrix(p.detach(), p)) for p in self.weights
+        ]  # views of the weights
         taken = set(self.weights)
-        self.muon = Muon(self.matrices, lr, weight_decay, momentum, nesterov, adjust_lr_fn="match_rms_adamw")
+        self.muon = Muon(
+            self.matrices,
+            lr,
+            weight_decay,
+            momentum,
+            nesterov,
+            adjust_lr_fn="match_rms_adamw",
+        )
         rest = [p for p in model.parameters() if p not in taken]
         self.adamw = AdamW(rest, lr, weight_decay=weight_decay, fused=fused)
 

@@ -28,14 +28,27 @@ class Source:
 SOURCES: Mapping[str, Source] = MappingProxyType(
     {
         "tasks": Source(
-            "statistics-resnetvgg", "6.1", "six tasks: time to a test accuracy, seconds per epoch", "one Tesla V100"
+            "statistics-resnetvgg",
+            "6.1",
+            "six tasks: time to a test accuracy, seconds per epoch",
+            "one Tesla V100",
         ),
-        "imagenet": Source("ImageNet-stat", "6.2", "ResNet50 on ImageNet-1k to 75.9 %, batch 256"),
+        "imagenet": Source(
+            "ImageNet-stat", "6.2", "ResNet50 on ImageNet-1k to 75.9 %, batch 256"
+        ),
         "frequency": Source(
-            "ImageNet-freq-stat", "B", "how often the curvature is refreshed; ResNet50 on ImageNet-1k to 75.9 %"
+            "ImageNet-freq-stat",
+            "B",
+            "how often the curvature is refreshed; ResNet50 on ImageNet-1k to 75.9 %",
         ),
-        "batch": Source("ImageNet-BS", "6.3", "batch sizes and GPUs; SENG, ResNet50 on ImageNet-1k to 75.9 %"),
-        "large-batch": Source("large-bs-table", "A", "the hyperparameters behind the batch sizes"),
+        "batch": Source(
+            "ImageNet-BS",
+            "6.3",
+            "batch sizes and GPUs; SENG, ResNet50 on ImageNet-1k to 75.9 %",
+        ),
+        "large-batch": Source(
+            "large-bs-table", "A", "the hyperparameters behind the batch sizes"
+        ),
     }
 )
 
@@ -68,7 +81,12 @@ class Task:
     @property
     def attempts(self) -> dict[str, Attempt]:
         """By our name of the method."""
-        return {"seng-paper": self.seng, "sgd": self.sgd, "adam": self.adam, "kfac": self.kfac}
+        return {
+            "seng-paper": self.seng,
+            "sgd": self.sgd,
+            "adam": self.adam,
+            "kfac": self.kfac,
+        }
 
 
 def missed(best: float, epoch_seconds: float) -> Attempt:
@@ -169,7 +187,9 @@ LARGE_BATCHES = (
     LargeBatch(4096, 0.2, 2.2, 5, 55, 0.3, 0.7),
 )
 
-Grid = Mapping[str, tuple[Any, ...]]  # a field of the recipe -> what is tried; every combination is
+Grid = Mapping[
+    str, tuple[Any, ...]
+]  # a field of the recipe -> what is tried; every combination is
 
 _RATES = (1e-3, 5e-3, 1e-2, 5e-2, 1e-1)
 _DECAYS = (5e-4, 2e-4, 1e-4)
@@ -196,28 +216,47 @@ _EXP = {
     "weight_decay": _DECAYS,
     "momentum": (0.9,),
 }
-_IMAGENET_EXP = {"schedule": ("exp",), "warmup": (5.0,), "weight_decay": (5e-4, 3e-4, 2e-4, 1e-4)}
+_IMAGENET_EXP = {
+    "schedule": ("exp",),
+    "warmup": (5.0,),
+    "weight_decay": (5e-4, 3e-4, 2e-4, 1e-4),
+}
 
 
 def _damped(*dampings: float) -> tuple[Grid, ...]:
     """SGD's grids times a few λ, refreshed every 200 iterations."""
-    return tuple({**grid, "damping": dampings, "refresh_every": (200,)} for grid in (_COSINE, _EXP))
+    return tuple(
+        {**grid, "damping": dampings, "refresh_every": (200,)}
+        for grid in (_COSINE, _EXP)
+    )
 
 
-GRIDS: Mapping[tuple[str, str], tuple[Grid, ...]] = MappingProxyType(  # of the appendix: (optimizer, network) -> its grids
-    {
-        ("adam", "resnet18"): (_ADAM,),
-        ("adam", "vgg16bn"): (_ADAM,),
-        ("sgd", "resnet18"): (_COSINE, _EXP),
-        ("sgd", "vgg16bn"): (_COSINE, _EXP),
-        ("kfac", "resnet18"): _damped(0.8, 1.0, 1.2),
-        ("kfac", "vgg16bn"): _damped(1.5, 2.0, 2.5),
-        ("seng-paper", "resnet18"): _damped(0.8, 1.0, 1.2),
-        ("seng-paper", "vgg16bn"): _damped(1.5, 2.0, 2.5),
-        ("sgd", "resnet50"): ({"schedule": ("cosine",), "warmup": (5.0,)},),  # "well-tuned", from a page that it links to
-        ("kfac", "resnet50"): ({**_IMAGENET_EXP, "lr": (0.05, 0.1, 0.15), "damping": (0.05, 0.1, 0.15)},),
-        ("seng-paper", "resnet50"): ({**_IMAGENET_EXP, "lr": (0.145,), "damping": (0.17,)},),
-    }
+GRIDS: Mapping[tuple[str, str], tuple[Grid, ...]] = (
+    MappingProxyType(  # of the appendix: (optimizer, network) -> its grids
+        {
+            ("adam", "resnet18"): (_ADAM,),
+            ("adam", "vgg16bn"): (_ADAM,),
+            ("sgd", "resnet18"): (_COSINE, _EXP),
+            ("sgd", "vgg16bn"): (_COSINE, _EXP),
+            ("kfac", "resnet18"): _damped(0.8, 1.0, 1.2),
+            ("kfac", "vgg16bn"): _damped(1.5, 2.0, 2.5),
+            ("seng-paper", "resnet18"): _damped(0.8, 1.0, 1.2),
+            ("seng-paper", "vgg16bn"): _damped(1.5, 2.0, 2.5),
+            ("sgd", "resnet50"): (
+                {"schedule": ("cosine",), "warmup": (5.0,)},
+            ),  # "well-tuned", from a page that it links to
+            ("kfac", "resnet50"): (
+                {
+                    **_IMAGENET_EXP,
+                    "lr": (0.05, 0.1, 0.15),
+                    "damping": (0.05, 0.1, 0.15),
+                },
+            ),
+            ("seng-paper", "resnet50"): (
+                {**_IMAGENET_EXP, "lr": (0.145,), "damping": (0.17,)},
+            ),
+        }
+    )
 )
 
 
@@ -234,4 +273,8 @@ def points(grid: Grid) -> Iterator[dict[str, Any]]:
 def in_sgd_units(point: Mapping[str, Any]) -> dict[str, Any]:
     """A point of SENG's or K-FAC's grids in our recipes' units instead of the paper's: lr/λ and λ·weight_decay."""
     damping = point["damping"]
-    return {**point, "lr": point["lr"] / damping, "weight_decay": point["weight_decay"] * damping}
+    return {
+        **point,
+        "lr": point["lr"] / damping,
+        "weight_decay": point["weight_decay"] * damping,
+    }

@@ -26,7 +26,13 @@ class Problem(Protocol):
     higher_is_better: ClassVar[bool]
 
     def batches(
-        self, data: Data, batch: int, augment: Augment, order: Generator, chance: Generator, ranks: Ranks = ALONE
+        self,
+        data: Data,
+        batch: int,
+        augment: Augment,
+        order: Generator,
+        chance: Generator,
+        ranks: Ranks = ALONE,
     ) -> Iterator[Batch]:
         """One epoch, a rank's part of whole batches; `order` is the host's generator, `chance` the device's."""
         ...
@@ -39,7 +45,9 @@ class Problem(Protocol):
         """Mean over samples."""
         ...
 
-    def held_out(self, model: nn.Module, data: Data, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
+    def held_out(
+        self, model: nn.Module, data: Data, ranks: Ranks = ALONE
+    ) -> tuple[Tensor, Tensor]:
         """Loss and metric on the test set, which ranks share."""
         ...
 
@@ -51,11 +59,22 @@ def _full(out: Tensor) -> Tensor:
 
 def _held_out(data: Data, ranks: Ranks) -> Iterator[Batch]:
     in_memory = zip(data.test.x.split(CHUNK), data.test.y.split(CHUNK), strict=True)
-    for x, y in data.held_out(CHUNK, ranks) if isinstance(data, Streamed) else ranks.share(in_memory):
+    for x, y in (
+        data.held_out(CHUNK, ranks)
+        if isinstance(data, Streamed)
+        else ranks.share(in_memory)
+    ):
         yield normalise(x, data.mean, data.std), y
 
 
-def _shuffled(data: Data, batch: int, augment: Augment, order: Generator, chance: Generator, ranks: Ranks) -> Iterator[Batch]:
+def _shuffled(
+    data: Data,
+    batch: int,
+    augment: Augment,
+    order: Generator,
+    chance: Generator,
+    ranks: Ranks,
+) -> Iterator[Batch]:
     """Chance is drawn for the whole batch, so that an image meets the same whatever the number of ranks."""
     if isinstance(data, Streamed):
         for images, classes in data.epoch(batch, order.initial_seed(), 0, ranks):
@@ -65,7 +84,10 @@ def _shuffled(data: Data, batch: int, augment: Augment, order: Generator, chance
     x, y = data.train.x, data.train.y
     shuffled = torch.randperm(len(y), generator=order).to(x.device, non_blocking=True)
     for rows in shuffled[: len(y) // batch * batch].split(batch):
-        yield normalise(ranks.part(augment(x[rows], chance)), data.mean, data.std), y[ranks.part(rows)]
+        yield (
+            normalise(ranks.part(augment(x[rows], chance)), data.mean, data.std),
+            y[ranks.part(rows)],
+        )
 
 
 @dataclass(frozen=True)
@@ -77,10 +99,18 @@ class Classification:
 
     def steps(self, data: Data, batch: int) -> int:
         """Whole batches only."""
-        return (data.images if isinstance(data, Streamed) else len(data.train.y)) // batch
+        return (
+            data.images if isinstance(data, Streamed) else len(data.train.y)
+        ) // batch
 
     def batches(
-        self, data: Data, batch: int, augment: Augment, order: Generator, chance: Generator, ranks: Ranks = ALONE
+        self,
+        data: Data,
+        batch: int,
+        augment: Augment,
+        order: Generator,
+        chance: Generator,
+        ranks: Ranks = ALONE,
     ) -> Iterator[Batch]:
         """In another order every epoch."""
         return _shuffled(data, batch, augment, order, chance, ranks)
@@ -89,7 +119,9 @@ class Classification:
         """Cross-entropy."""
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    def held_out(self, model: nn.Module, data: Data, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
+    def held_out(
+        self, model: nn.Module, data: Data, ranks: Ranks = ALONE
+    ) -> tuple[Tensor, Tensor]:
         """Loss and accuracy."""
         loss = right = torch.zeros((), device=data.test.y.device)
         count = 0
@@ -112,11 +144,19 @@ class Reconstruction:
         return len(data.train.y) // batch
 
     def batches(
-        self, data: Data, batch: int, augment: Augment, order: Generator, chance: Generator, ranks: Ranks = ALONE
+        self,
+        data: Data,
+        batch: int,
+        augment: Augment,
+        order: Generator,
+        chance: Generator,
+        ranks: Ranks = ALONE,
     ) -> Iterator[Batch]:
         """Images flat, as they are: neither shifted nor normalised."""
         x = data.train.x
-        shuffled = torch.randperm(len(x), generator=order).to(x.device, non_blocking=True)
+        shuffled = torch.randperm(len(x), generator=order).to(
+            x.device, non_blocking=True
+        )
         for rows in shuffled[: len(x) // batch * batch].split(batch):
             flat = x[ranks.part(rows)].flatten(1).float() / 255
             yield flat, flat
@@ -124,9 +164,13 @@ class Reconstruction:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed over pixels, as the classic experiments have it."""
         out = model(batch[0]).float()
-        return F.binary_cross_entropy_with_logits(out, batch[1], reduction="sum") / len(out)
+        return F.binary_cross_entropy_with_logits(out, batch[1], reduction="sum") / len(
+            out
+        )
 
-    def held_out(self, model: nn.Module, data: Data, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
+    def held_out(
+        self, model: nn.Module, data: Data, ranks: Ranks = ALONE
+    ) -> tuple[Tensor, Tensor]:
         """Loss and squared error."""
         loss = error = torch.zeros((), device=data.test.x.device)
         count = 0
@@ -151,11 +195,19 @@ class Language:
         return len(data.train.x) // (batch * self.context)
 
     def batches(
-        self, data: Data, batch: int, augment: Augment, order: Generator, chance: Generator, ranks: Ranks = ALONE
+        self,
+        data: Data,
+        batch: int,
+        augment: Augment,
+        order: Generator,
+        chance: Generator,
+        ranks: Ranks = ALONE,
     ) -> Iterator[Batch]:
         """Pieces of the text that begin anywhere."""
         steps, reach = self.steps(data, batch), torch.arange(self.context + 1)
-        starts = torch.randint(len(data.train.x) - self.context, (steps, batch, 1), generator=order)
+        starts = torch.randint(
+            len(data.train.x) - self.context, (steps, batch, 1), generator=order
+        )
         for rows in (starts + reach).to(data.train.x.device, non_blocking=True):
             piece = data.train.x[ranks.part(rows)]
             yield piece[:, :-1], piece[:, 1:]
@@ -164,7 +216,9 @@ class Language:
         """Mean over tokens."""
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
-    def held_out(self, model: nn.Module, data: Data, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
+    def held_out(
+        self, model: nn.Module, data: Data, ranks: Ranks = ALONE
+    ) -> tuple[Tensor, Tensor]:
         """The whole test text, piece by piece."""
         count = (len(data.test.x) - 1) // self.context
         text = data.test.x[: count * self.context + 1]
@@ -172,7 +226,9 @@ class Language:
         loss = torch.zeros((), device=text.device)
         tokens = 0
         for x, y in ranks.share(zip(inputs.split(64), targets.split(64), strict=True)):
-            loss = loss + F.cross_entropy(_full(model(x)).flatten(0, 1), y.flatten(), reduction="sum")
+            loss = loss + F.cross_entropy(
+                _full(model(x)).flatten(0, 1), y.flatten(), reduction="sum"
+            )
             tokens += y.numel()
         mean = ranks.average(loss, tokens)
         return mean, mean

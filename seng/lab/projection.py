@@ -55,18 +55,27 @@ class Link:
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_us < math.inf:
-            raise ValueError(f"--latency-us is a time of at least 0 microseconds, not {self.latency_us:g}")
+            raise ValueError(
+                f"--latency-us is a time of at least 0 microseconds, not {self.latency_us:g}"
+            )
         if not 0 < self.bandwidth_gbs < math.inf:
-            raise ValueError(f"--bandwidth-gbs is a positive number of 10⁹ bytes per second, not {self.bandwidth_gbs:g}")
+            raise ValueError(
+                f"--bandwidth-gbs is a positive number of 10⁹ bytes per second, not {self.bandwidth_gbs:g}"
+            )
 
     def all_reduce(self, size: float, gpus: int) -> float:
         """ρ(size), in seconds."""
         hops = gpus - 1 if self.reduction == "ring" else math.ceil(math.log2(gpus))
-        return 2 * (gpus - 1) / gpus * size / (1e9 * self.bandwidth_gbs) + 2e-6 * hops * self.latency_us
+        return (
+            2 * (gpus - 1) / gpus * size / (1e9 * self.bandwidth_gbs)
+            + 2e-6 * hops * self.latency_us
+        )
 
     def all_to_all(self, size: float, gpus: int) -> float:
         """τ(size), in seconds."""
-        return (gpus - 1) / gpus * size / (1e9 * self.bandwidth_gbs) + 1e-6 * (gpus - 1) * self.latency_us
+        return (gpus - 1) / gpus * size / (1e9 * self.bandwidth_gbs) + 1e-6 * (
+            gpus - 1
+        ) * self.latency_us
 
 
 @dataclass(frozen=True)
@@ -89,11 +98,22 @@ class Method:
     """The share of the gradient's reduction that is hidden behind the backward."""
 
     def __post_init__(self) -> None:
-        for name in ("k", "every", "samples", "sketch_rows", "number_bytes", "basis_bytes"):
+        for name in (
+            "k",
+            "every",
+            "samples",
+            "sketch_rows",
+            "number_bytes",
+            "basis_bytes",
+        ):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is a count of at least 1, not {getattr(self, name)}")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is a count of at least 1, not {getattr(self, name)}"
+                )
         if not 0 <= self.overlap <= 1:
-            raise ValueError(f"--overlap is a share between 0 and 1, not {self.overlap:g}")
+            raise ValueError(
+                f"--overlap is a share between 0 and 1, not {self.overlap:g}"
+            )
 
 
 def layers(model: nn.Module) -> list[int]:
@@ -101,7 +121,11 @@ def layers(model: nn.Module) -> list[int]:
     seen: set[nn.Parameter] = set()
     out = []
     for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in seen]
+        own = [
+            p
+            for p in module.parameters(recurse=False)
+            if p.requires_grad and p not in seen
+        ]
         seen.update(own)
         out += [sum(p.numel() for p in own)] if own else []
     return out
@@ -124,7 +148,9 @@ class Projection:
     @property
     def basis(self) -> int:
         """Bytes that a refresh all-reduces under `shared`."""
-        return self.method.basis_bytes * sum(min(self.method.k, n) * n for n in self.sizes)
+        return self.method.basis_bytes * sum(
+            min(self.method.k, n) * n for n in self.sizes
+        )
 
     @property
     def sketches(self) -> int:
@@ -137,11 +163,19 @@ class Projection:
         return self._of_samples(self.method.k)
 
     def _of_samples(self, rows: int) -> int:
-        return self.method.number_bytes * self.method.samples * sum(min(rows, n) for n in self.sizes)
+        return (
+            self.method.number_bytes
+            * self.method.samples
+            * sum(min(rows, n) for n in self.sizes)
+        )
 
     def per_step(self, method: str) -> float:
         """Bytes that a GPU gives to collectives, a refresh spread over T steps."""
-        extra = {"SGD": 0.0, "shared": (self.basis + self.sketches + self.directions) / self.method.every}
+        extra = {
+            "SGD": 0.0,
+            "shared": (self.basis + self.sketches + self.directions)
+            / self.method.every,
+        }
         return self.gradient + extra.get(method, self.gradient)
 
     def exposed(self, size: float, gpus: int) -> float:
@@ -159,7 +193,9 @@ class Projection:
             return ours + self.exposed(2 * g, gpus)
         if method == "block":
             return ours + self.exposed(g, gpus) + self.link.all_reduce(g, gpus)
-        to_owners = self.link.all_to_all(self.sketches, gpus) + self.link.all_to_all(self.directions, gpus)
+        to_owners = self.link.all_to_all(self.sketches, gpus) + self.link.all_to_all(
+            self.directions, gpus
+        )
         refresh = self.link.all_reduce(self.basis, gpus) + to_owners
         return ours + self.exposed(g, gpus) + refresh / T
 

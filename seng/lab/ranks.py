@@ -45,8 +45,16 @@ class Ranks:
         count = _number(environment, "WORLD_SIZE", 1)
         if count == 1:
             return ALONE
-        local = _number(environment, "LOCAL_WORLD_SIZE", 1), _number(environment, "LOCAL_RANK", 0)
-        return cls(count, _number(environment, "RANK", None), *local, _number(environment, "TORCHELASTIC_MAX_RESTARTS", 0))
+        local = (
+            _number(environment, "LOCAL_WORLD_SIZE", 1),
+            _number(environment, "LOCAL_RANK", 0),
+        )
+        return cls(
+            count,
+            _number(environment, "RANK", None),
+            *local,
+            _number(environment, "TORCHELASTIC_MAX_RESTARTS", 0),
+        )
 
     @property
     def first(self) -> bool:
@@ -63,17 +71,25 @@ class Ranks:
         """What starts as many of them again, before the command."""
         nodes = self.count // self.local_count
         several = f"--nnodes={nodes} " if nodes > 1 else ""
-        return f"torchrun {several}--nproc-per-node={self.local_count} -m " if self.count > 1 else ""
+        return (
+            f"torchrun {several}--nproc-per-node={self.local_count} -m "
+            if self.count > 1
+            else ""
+        )
 
     def device(self, device: torch.device) -> torch.device:
         """One GPU for each process of a machine."""
         if self.count == 1 or device.type != "cuda":
             return device
         if str(device) != "cuda":
-            raise ValueError(f"--device {device} would give all ranks one GPU: --device cuda gives each its own")
+            raise ValueError(
+                f"--device {device} would give all ranks one GPU: --device cuda gives each its own"
+            )
         if self.local_count > torch.cuda.device_count():
             seen = f"{self.local_count} processes on a machine whose GPUs are {torch.cuda.device_count()}"
-            raise ValueError(f"{seen}: give torchrun --nproc-per-node={torch.cuda.device_count()}")
+            raise ValueError(
+                f"{seen}: give torchrun --nproc-per-node={torch.cuda.device_count()}"
+            )
         torch.cuda.set_device(self.local_rank)
         return torch.device("cuda", self.local_rank)
 
@@ -81,21 +97,34 @@ class Ranks:
     def joined(self, device: torch.device, timeout: float) -> Iterator[None]:
         """The process group, as long as this lasts; no rank waits longer than `timeout` seconds for another."""
         if not 0 < timeout < 1e7:
-            raise ValueError(f"--timeout is a number of seconds, more than 0, not {timeout:g}")
+            raise ValueError(
+                f"--timeout is a number of seconds, more than 0, not {timeout:g}"
+            )
         if self.count == 1:
             yield
             return
         wait = timedelta(seconds=timeout)
-        kind: dict[str, Any] = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+        kind: dict[str, Any] = (
+            {"backend": "nccl", "device_id": device}
+            if device.type == "cuda"
+            else {"backend": "gloo"}
+        )
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                store = dist.TCPStore(host, port, self.count, is_master=False, timeout=wait)  # type: ignore[attr-defined]
+                store = dist.TCPStore(  # type: ignore[attr-defined]
+                    host, port, self.count, is_master=False, timeout=wait
+                )
                 fresh = dist.PrefixStore(_start(store, self, timeout), store)  # type: ignore[attr-defined]
                 kind |= {"store": fresh, "rank": self.rank, "world_size": self.count}
             dist.init_process_group(timeout=wait, **kind)
-        except (RuntimeError, ValueError) as why:  # torch's errors of networks and of stores are RuntimeErrors
-            raise ValueError(f"the {self.count} ranks did not find one another within {timeout:g} s ({_line(why)})") from why
+        except (
+            RuntimeError,
+            ValueError,
+        ) as why:  # torch's errors of networks and of stores are RuntimeErrors
+            raise ValueError(
+                f"the {self.count} ranks did not find one another within {timeout:g} s ({_line(why)})"
+            ) from why
         with warnings.catch_warnings():
             if not self.first:
                 warnings.filterwarnings("ignore", "seng")  # rank 0 says it
@@ -104,7 +133,9 @@ class Ranks:
             except RuntimeError as why:
                 if not _lost(why):
                     raise
-                raise ValueError(f"another rank has gone, or was silent for {timeout:g} s ({_line(why)})") from why
+                raise ValueError(
+                    f"another rank has gone, or was silent for {timeout:g} s ({_line(why)})"
+                ) from why
             finally:
                 _left[:] = [dist.group.WORLD]
                 dist.destroy_process_group()
@@ -114,12 +145,16 @@ class Ranks:
         """A model whose backward leaves the mean of all ranks' gradients."""
         if self.count == 1:
             return model
-        return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+        return DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None
+        )
 
     def part(self, rows: Rows) -> Rows:
         """This rank's of a batch, which are as many on all ranks."""
         size = len(rows) // self.count
-        return rows if self.count == 1 else rows[self.rank * size : (self.rank + 1) * size]  # type: ignore[return-value]
+        return (
+            rows if self.count == 1 else rows[self.rank * size : (self.rank + 1) * size]  # type: ignore[return-value]
+        )
 
     def among(self, part: Tensor, batch: int) -> Tensor:
         """A batch with this rank's part in its place, the other rows unknown: whatever draws for the batch draws as for all."""
@@ -131,7 +166,9 @@ class Ranks:
 
     def share(self, pieces: Iterable[T]) -> Iterable[T]:
         """Every count-th of some pieces of work."""
-        return pieces if self.count == 1 else islice(pieces, self.rank, None, self.count)
+        return (
+            pieces if self.count == 1 else islice(pieces, self.rank, None, self.count)
+        )
 
     def mean(self, x: Tensor) -> Tensor:
         """Over ranks."""
@@ -141,7 +178,11 @@ class Ranks:
         """total/count of what was shared: each rank has a part of both."""
         if self.count == 1:
             return total / count
-        sums = self._sum(torch.stack((total.double(), torch.full_like(total, count, dtype=torch.float64))))
+        sums = self._sum(
+            torch.stack(
+                (total.double(), torch.full_like(total, count, dtype=torch.float64))
+            )
+        )
         return (sums[0] / sums[1]).to(total.dtype)
 
     def _sum(self, x: Tensor) -> Tensor:
@@ -180,7 +221,9 @@ class Ranks:
     def own_chance(self, seed: int, step: int) -> None:
         """Other numbers for each rank, so that dropout differs among them; by the step, so that resumed runs draw the same."""
         if self.count > 1:
-            torch.manual_seed(random.Random(f"{seed} {step} {self.rank}").getrandbits(63))
+            torch.manual_seed(
+                random.Random(f"{seed} {step} {self.rank}").getrandbits(63)
+            )
 
 
 ALONE = Ranks()
@@ -204,11 +247,15 @@ def _start(store: Any, ranks: Ranks, timeout: float) -> str:
     store.set(f"seng {ranks.rank} is", mine)
     while monotonic() < end:
         if ranks.first:
-            here = [word for rank in range(ranks.count) for word in read(f"seng {rank} is")]
+            here = [
+                word for rank in range(ranks.count) for word in read(f"seng {rank} is")
+            ]
             if here != read("seng named")[1:]:
                 name = uuid4().hex
                 store.set("seng named", " ".join([name, *here]))
-            if all(read(f"seng {rank} found") == [name] for rank in range(1, ranks.count)):
+            if all(
+                read(f"seng {rank} found") == [name] for rank in range(1, ranks.count)
+            ):
                 store.set("seng start", name)
                 return name
         elif mine in (named := read("seng named")):

@@ -57,30 +57,43 @@ class Recipe(ABC):
     lr: float = 0.1
     weight_decay: float = 5e-4
     schedule: Shape = "cosine"
-    schedule_epochs: float | None = None  # the paper's max_epoch; None: the run's own length
+    schedule_epochs: float | None = (
+        None  # the paper's max_epoch; None: the run's own length
+    )
     rate: float = 5.0  # of exp
     floor: float = 0.0  # where cosine ends; the paper's is 0.001
     warmup: float = 0.0  # epochs
     warmup_lr: float = 0.0  # where the warm-up starts
     name: ClassVar[str]
     space: ClassVar[Space] = {}
-    resumable: ClassVar[bool] = True  # whether its state is tensors and numbers, which a checkpoint holds
+    resumable: ClassVar[bool] = (
+        True  # whether its state is tensors and numbers, which a checkpoint holds
+    )
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for f in fields(self):
-            object.__setattr__(self, f.name, _checked(self, f.name, getattr(self, f.name), hints[f.name]))
+            object.__setattr__(
+                self,
+                f.name,
+                _checked(self, f.name, getattr(self, f.name), hints[f.name]),
+            )
 
     def lr_at(self, epoch: float, epochs: float) -> float:
         """The learning rate at an epoch (a fraction too) of a run of so many."""
         if epoch < self.warmup:
             return schedules.warmup(epoch, self.lr, self.warmup, self.warmup_lr)
-        epoch, epochs = epoch - self.warmup, (self.schedule_epochs or epochs) - self.warmup
+        epoch, epochs = (
+            epoch - self.warmup,
+            (self.schedule_epochs or epochs) - self.warmup,
+        )
         if self.schedule == "constant" or epochs <= 0:
             return self.lr
         if self.schedule == "cosine":
             return schedules.cosine(epoch, self.lr, epochs, min(self.floor, self.lr))
-        return schedules.exp(epoch, self.lr, epochs, self.rate if self.schedule == "exp" else 1.0)
+        return schedules.exp(
+            epoch, self.lr, epochs, self.rate if self.schedule == "exp" else 1.0
+        )
 
     def damping_at(self, epoch: float) -> float | None:
         """λ of an epoch, where there is one."""
@@ -103,7 +116,9 @@ class Recipe(ABC):
         known = [f.name for f in fields(self)]
         for key in changes:
             if key not in known:
-                raise ValueError(unknown(f"the recipe of {self.name} has no field", key, known))
+                raise ValueError(
+                    unknown(f"the recipe of {self.name} has no field", key, known)
+                )
         return replace(self, **changes)
 
     def values(self) -> dict[str, Any]:
@@ -133,8 +148,14 @@ def _checked(recipe: Recipe, name: str, value: Any, hint: Any) -> Any:
     try:
         number = kind(value)
     except (TypeError, ValueError):
-        raise ValueError(said.format("a number" if kind is float else "a whole number")) from None
-    if isinstance(value, bool) or not math.isfinite(number) or (kind is int and number != float(value)):
+        raise ValueError(
+            said.format("a number" if kind is float else "a whole number")
+        ) from None
+    if (
+        isinstance(value, bool)
+        or not math.isfinite(number)
+        or (kind is int and number != float(value))
+    ):
         raise ValueError(said.format("a number" if kind is float else "a whole number"))
     if number < 0:
         raise ValueError(said.format("not negative"))

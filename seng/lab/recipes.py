@@ -33,7 +33,10 @@ class SGD(Recipe):
     momentum: float = 0.9
     nesterov: bool = True
     name: ClassVar[str] = "sgd"
-    space: ClassVar[Space] = {"lr": Between(1e-2, 1.0), "weight_decay": Between(1e-4, 2e-3)}
+    space: ClassVar[Space] = {
+        "lr": Between(1e-2, 1.0),
+        "weight_decay": Between(1e-4, 2e-3),
+    }
 
     def optimizer(self, model: nn.Module) -> Steps:
         return torch.optim.SGD(
@@ -56,11 +59,21 @@ class Adam(Recipe):
     eps: float = 1e-8
     name: ClassVar[str] = "adam"
     kind: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
-    space: ClassVar[Space] = {"lr": Between(2e-4, 1e-2), "weight_decay": Between(1e-5, 1e-3)}
+    space: ClassVar[Space] = {
+        "lr": Between(2e-4, 1e-2),
+        "weight_decay": Between(1e-5, 1e-3),
+    }
 
     def optimizer(self, model: nn.Module) -> Steps:
         betas = self.beta1, self.beta2
-        return self.kind(model.parameters(), self.lr, betas, self.eps, self.weight_decay, fused=_fused(model))
+        return self.kind(
+            model.parameters(),
+            self.lr,
+            betas,
+            self.eps,
+            self.weight_decay,
+            fused=_fused(model),
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,10 @@ class AdamW(Adam):
 
     weight_decay: float = 5e-2
     name: ClassVar[str] = "adamw"
-    space: ClassVar[Space] = {"lr": Between(3e-4, 1e-2), "weight_decay": Between(1e-3, 0.5)}
+    space: ClassVar[Space] = {
+        "lr": Between(3e-4, 1e-2),
+        "weight_decay": Between(1e-3, 0.5),
+    }
     kind: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
 
 
@@ -88,7 +104,9 @@ class Muon(Recipe):
     }
 
     def optimizer(self, model: nn.Module) -> Steps:
-        return MuonAndAdamW(model, self.lr, self.weight_decay, self.momentum, fused=_fused(model))
+        return MuonAndAdamW(
+            model, self.lr, self.weight_decay, self.momentum, fused=_fused(model)
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +119,10 @@ class SOAP(Recipe):
     beta2: float = 0.95
     refresh_every: int = 10
     name: ClassVar[str] = "soap"
-    space: ClassVar[Space] = {"lr": Between(6e-4, 3e-2), "weight_decay": Between(1e-3, 0.5)}
+    space: ClassVar[Space] = {
+        "lr": Between(6e-4, 3e-2),
+        "weight_decay": Between(1e-3, 0.5),
+    }
 
     def optimizer(self, model: nn.Module) -> Steps:
         from pytorch_optimizer import SOAP
@@ -127,7 +148,10 @@ class Shampoo(Recipe):
     refresh_every: int = 50
     name: ClassVar[str] = "shampoo"
     resumable: ClassVar[bool] = False
-    space: ClassVar[Space] = {"lr": Between(1e-2, 1.0), "weight_decay": Between(1e-4, 2e-3)}
+    space: ClassVar[Space] = {
+        "lr": Between(1e-2, 1.0),
+        "weight_decay": Between(1e-4, 2e-3),
+    }
 
     def optimizer(self, model: nn.Module) -> Steps:
         from pytorch_optimizer import ScalableShampoo
@@ -174,12 +198,26 @@ class KFAC(Damped):
         super().follow(groups, epoch, epochs)
         for group in groups:
             if group["covered"]:
-                group |= {"lr": group["lr"] * group["damping"], "weight_decay": self.weight_decay / group["damping"]}
+                group |= {
+                    "lr": group["lr"] * group["damping"],
+                    "weight_decay": self.weight_decay / group["damping"],
+                }
 
     def optimizer(self, model: nn.Module) -> Steps:
         params = list(model.parameters())
-        covered = {s.param for site in survey(model, params)[0] if not why_plain(site) for s in site.segments}
-        groups = [{"params": [p for p in params if (p in covered) == inside], "covered": inside} for inside in (True, False)]
+        covered = {
+            s.param
+            for site in survey(model, params)[0]
+            if not why_plain(site)
+            for s in site.segments
+        }
+        groups = [
+            {
+                "params": [p for p in params if (p in covered) == inside],
+                "covered": inside,
+            }
+            for inside in (True, False)
+        ]
         kfac = seng.KFAC(
             [group for group in groups if group["params"]],
             module=model,
@@ -294,20 +332,36 @@ class OrthogonalSENG(SENG):
     orthogonal: bool = True
     name: ClassVar[str] = "seng-orthogonal"
     space: ClassVar[Space] = {
-        "lr": Between(2e-2, 0.2),  # steps as long as Muon's from 3e-3 to 3e-2, and decays as strong
+        "lr": Between(
+            2e-2, 0.2
+        ),  # steps as long as Muon's from 3e-3 to 3e-2, and decays as strong
         "weight_decay": Between(6e-3, 0.2),
         "momentum": Between(0.6, 0.97, log=False),
     }
 
     @property
     def curvature(self) -> seng.Curvature:
-        return self.kept(base=self.base, power=self.power, base_rank=self.base_rank, graft=self.graft)
+        return self.kept(
+            base=self.base, power=self.power, base_rank=self.base_rank, graft=self.graft
+        )
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), "orthogonal": self.orthogonal}
 
 
-KINDS = (SENG, KroneckerSENG, OrthogonalSENG, PaperSENG, SGD, Adam, AdamW, KFAC, Muon, SOAP, Shampoo)
+KINDS = (
+    SENG,
+    KroneckerSENG,
+    OrthogonalSENG,
+    PaperSENG,
+    SGD,
+    Adam,
+    AdamW,
+    KFAC,
+    Muon,
+    SOAP,
+    Shampoo,
+)
 RECIPES: dict[str, type[Recipe]] = {kind.name: kind for kind in KINDS}
 
 

@@ -21,7 +21,13 @@ def commit() -> str:
         return told
     here = os.path.dirname(os.path.abspath(__file__))  # not where the results go
     try:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=here)
+        git = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=here,
+        )
     except FileNotFoundError:  # no git on this machine
         return "unknown"
     return git.stdout.strip() or "unknown"
@@ -29,8 +35,16 @@ def commit() -> str:
 
 def provenance(command: str, device: torch.device) -> dict[str, Any]:
     """For the head of a result."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "seng": seng.__version__}
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()} CPU"
+    )
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "seng": seng.__version__,
+    }
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
     return {

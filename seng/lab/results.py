@@ -52,7 +52,9 @@ class Trajectory:
     provenance: dict[str, Any]
     tuning: dict[str, Any] | None
     points: tuple[Point, ...]  # by step, at least one
-    earlier: tuple[dict[str, Any], ...] = ()  # the provenance of a resumed run's earlier parts, where it is another
+    earlier: tuple[
+        dict[str, Any], ...
+    ] = ()  # the provenance of a resumed run's earlier parts, where it is another
 
     @property
     def name(self) -> str:
@@ -67,7 +69,14 @@ class Trajectory:
     @property
     def to_target(self) -> Point | None:
         """The first evaluation that reaches the target."""
-        return next((p for p in self.points if reaches(p.metric, self.target, self.higher_is_better)), None)
+        return next(
+            (
+                p
+                for p in self.points
+                if reaches(p.metric, self.target, self.higher_is_better)
+            ),
+            None,
+        )
 
     @property
     def final(self) -> Point:
@@ -79,7 +88,9 @@ class Trajectory:
         """The evaluation with the best metric, the first of equals."""
         known = [point for point in self.points if point.metric is not None]
         sign = -1 if self.higher_is_better else 1
-        return min(known, key=lambda point: sign * (point.metric or 0.0), default=self.final)
+        return min(
+            known, key=lambda point: sign * (point.metric or 0.0), default=self.final
+        )
 
 
 def reaches(metric: float | None, target: float | None, higher_is_better: bool) -> bool:
@@ -94,13 +105,20 @@ def path_of(folder: Path, task: str, optimizer: str, label: str, seed: int) -> P
     """The file of a run."""
     for what, word in (("task", task), ("optimizer", optimizer), ("label", label)):
         if (word or what != "label") and not PLAIN.fullmatch(word):
-            raise ValueError(f"the {what} {word!r} names a file: it may have letters, digits and . = + - _ only")
+            raise ValueError(
+                f"the {what} {word!r} names a file: it may have letters, digits and . = + - _ only"
+            )
     return folder / task / f"{optimizer}{'-' if label else ''}{label}-{seed}.jsonl"
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
     """Write one evaluation, whole or not at all, and have it on the disk; what is not finite is written as null."""
-    text = json.dumps(_finite({"format": FORMAT, **line}), ensure_ascii=False, allow_nan=False) + "\n"
+    text = (
+        json.dumps(
+            _finite({"format": FORMAT, **line}), ensure_ascii=False, allow_nan=False
+        )
+        + "\n"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:
         length = file.seek(0, os.SEEK_END)
@@ -128,7 +146,9 @@ def read(folder: Path) -> tuple[list[Trajectory], list[str]]:
         key = trajectory.task, trajectory.name, trajectory.seed
         if key in runs:
             task, name, seed = key
-            skipped.append(f"{path}: skipped, since {runs[key][0]} is the same run ({name} on {task}, seed {seed}).")
+            skipped.append(
+                f"{path}: skipped, since {runs[key][0]} is the same run ({name} on {task}, seed {seed})."
+            )
         else:
             runs[key] = path, trajectory
     return [trajectory for _, trajectory in runs.values()], skipped
@@ -152,11 +172,19 @@ def _read_file(path: Path, skipped: list[str]) -> Trajectory | None:
     last = lines[max(lines)] if lines else {}
     kept = []
     for number, line in lines.items():
-        if any(line[key] != last[key] for key in ("task", "optimizer", "label", "seed", "recipe")):
-            why.setdefault("not of the run or the recipe that the file ends with", []).append(number)
+        if any(
+            line[key] != last[key]
+            for key in ("task", "optimizer", "label", "seed", "recipe")
+        ):
+            why.setdefault(
+                "not of the run or the recipe that the file ends with", []
+            ).append(number)
         else:
             kept.append(line)
-    skipped += [f"{path}, {_lines(numbers)}: {reason}; skipped." for reason, numbers in why.items()]
+    skipped += [
+        f"{path}, {_lines(numbers)}: {reason}; skipped."
+        for reason, numbers in why.items()
+    ]
     if not content.strip():
         skipped.append(f"{path}: empty, skipped.")
     return _trajectory(kept) if kept else None
@@ -171,16 +199,27 @@ def _parse(text: bytes) -> tuple[dict[str, Any], str]:
     if not isinstance(line, dict) or "format" not in line:
         return {}, "not a line of results (it has no format number)"
     if line["format"] != FORMAT:
-        return {}, f"written in format {line['format']} by another version of seng, this one reads format {FORMAT}"
+        return (
+            {},
+            f"written in format {line['format']} by another version of seng, this one reads format {FORMAT}",
+        )
     line = _finite(line)
     for kinds, names in FIELDS.items():
         for name in names:
             if name not in line:
                 return {}, f"{name} is missing"
-            if not isinstance(line[name], kinds) or (isinstance(line[name], bool) and bool not in kinds):
-                return {}, f"{name} is {str(line[name])[:40]!r}, which is not {' or '.join(k.__name__ for k in kinds)}"
+            if not isinstance(line[name], kinds) or (
+                isinstance(line[name], bool) and bool not in kinds
+            ):
+                return (
+                    {},
+                    f"{name} is {str(line[name])[:40]!r}, which is not {' or '.join(k.__name__ for k in kinds)}",
+                )
     if line["state"] not in STATES:
-        return {}, f"state is {line['state'][:40]!r}, which is none of {', '.join(STATES)}"
+        return (
+            {},
+            f"state is {line['state'][:40]!r}, which is none of {', '.join(STATES)}",
+        )
     return line, ""
 
 
@@ -194,20 +233,29 @@ FIELDS: dict[tuple[type, ...], tuple[str, ...]] = {
     (dict, type(None)): ("tuning",),
 }
 OF_POINT = tuple(field.name for field in fields(Point))
-HEAD = tuple(field.name for field in fields(Trajectory) if field.name not in ("points", "earlier"))
+HEAD = tuple(
+    field.name
+    for field in fields(Trajectory)
+    if field.name not in ("points", "earlier")
+)
 
 
 def _trajectory(lines: list[dict[str, Any]]) -> Trajectory:
     points: list[Point] = []
     for line in lines:
         point = Point(*(line[name] for name in OF_POINT))
-        while points and points[-1].step >= point.step:  # resumed from before it: that part was run again
+        while (
+            points and points[-1].step >= point.step
+        ):  # resumed from before it: that part was run again
             points.pop()
         points.append(point)
     last = lines[-1]
     earlier: list[dict[str, Any]] = []
     for line in lines:
-        if line["provenance"] != last["provenance"] and line["provenance"] not in earlier:
+        if (
+            line["provenance"] != last["provenance"]
+            and line["provenance"] not in earlier
+        ):
             earlier.append(line["provenance"])
     shared = {name: last[name] for name in HEAD}
     return Trajectory(**shared, points=tuple(points), earlier=tuple(earlier))

@@ -27,13 +27,17 @@ class Run:
     compile: bool = False
     graph: bool = True  # forward and backward as a CUDA graph, where there is a GPU
     stop: bool = True  # at the target
-    tuning: dict[str, Any] | None = None  # how many trials chose the recipe, and in which study
+    tuning: dict[str, Any] | None = (
+        None  # how many trials chose the recipe, and in which study
+    )
     ranks: int = 1  # processes that share every batch
     shared: bool = False  # with other work on the same machine: its times mean nothing
 
     def __post_init__(self) -> None:
         if self.budget <= 0 or self.size < 1:
-            raise ValueError(f"--epochs and --batch are positive, not {self.budget:g} and {self.size}")
+            raise ValueError(
+                f"--epochs and --batch are positive, not {self.budget:g} and {self.size}"
+            )
         if self.size % self.ranks:
             raise ValueError(
                 f"a batch of {self.size} does not divide into {self.ranks} equal parts, one for each rank: "
@@ -61,11 +65,18 @@ class Run:
 
     def replays(self, device: torch.device) -> bool:
         """Whether forward and backward are recorded and replayed: not where they are compiled, nor on several ranks."""
-        return self.graph and not self.compile and device.type == "cuda" and self.ranks == 1
+        return (
+            self.graph
+            and not self.compile
+            and device.type == "cuda"
+            and self.ranks == 1
+        )
 
     def path(self, folder: Path) -> Path:
         """Where its results go."""
-        return results.path_of(folder, self.task.name, self.recipe.name, self.label, self.seed)
+        return results.path_of(
+            folder, self.task.name, self.recipe.name, self.label, self.seed
+        )
 
     def head(self, device: torch.device) -> dict[str, Any]:
         """What says which run it is: all that decides its numbers but for the machine."""

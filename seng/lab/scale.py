@@ -58,14 +58,28 @@ class Step:
     def __post_init__(self) -> None:
         for name in ("step_ms", "solve_ms", "refresh_ms"):
             value = getattr(self, name)
-            if value is not None and not (0 <= value < math.inf and (value or name != "step_ms")):
-                raise ValueError(f"--{name.replace('_', '-')} is a time in milliseconds, not {value:g}")
-        if self.measure and any(x is not None for x in (self.step_ms, self.solve_ms, self.refresh_ms)):
-            raise ValueError("--measure finds what --step-ms, --solve-ms and --refresh-ms give: choose one")
+            if value is not None and not (
+                0 <= value < math.inf and (value or name != "step_ms")
+            ):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is a time in milliseconds, not {value:g}"
+                )
+        if self.measure and any(
+            x is not None for x in (self.step_ms, self.solve_ms, self.refresh_ms)
+        ):
+            raise ValueError(
+                "--measure finds what --step-ms, --solve-ms and --refresh-ms give: choose one"
+            )
         if not self.measure and (self.batch is not None or self.device is not None):
-            raise ValueError("--batch and --device say how --measure measures: give it too")
-        if self.step_ms is None and (self.solve_ms is not None or self.refresh_ms is not None):
-            raise ValueError("--solve-ms and --refresh-ms go with --step-ms: give it too")
+            raise ValueError(
+                "--batch and --device say how --measure measures: give it too"
+            )
+        if self.step_ms is None and (
+            self.solve_ms is not None or self.refresh_ms is not None
+        ):
+            raise ValueError(
+                "--solve-ms and --refresh-ms go with --step-ms: give it too"
+            )
 
 
 @dataclass(frozen=True)
@@ -92,25 +106,35 @@ def recorded(model: str) -> Compute:
     """From what `seng bench` has measured, at its first setting."""
     path = RESULTS / f"{model}-cuda.json"
     if not path.is_file():
-        raise ValueError(f"there is no {path} to take a step's time from: give --step-ms, or --measure it here")
+        raise ValueError(
+            f"there is no {path} to take a step's time from: give --step-ms, or --measure it here"
+        )
     result = json.loads(path.read_text())
     found = {row["contender"]: row for row in reversed(result["rows"])}
     if "sgd" not in found or "seng" not in found:
-        raise ValueError(f"{path} has no rows of both sgd and seng: give --step-ms, or --measure it here")
+        raise ValueError(
+            f"{path} has no rows of both sgd and seng: give --step-ms, or --measure it here"
+        )
     sgd, ours = found["sgd"], found["seng"]
     solve = max(ours["idle_ms"] - sgd["step_ms"], 0)
     source = f"from {path}: {result['machine'].partition(',')[0]}, batch {result['setting']['batch']}"
-    return Compute(1e-3 * sgd["step_ms"], 1e-3 * solve, 1e-3 * ours["refresh_ms"], source)
+    return Compute(
+        1e-3 * sgd["step_ms"], 1e-3 * solve, 1e-3 * ours["refresh_ms"], source
+    )
 
 
 def measured(model: str, step: Step, method: Method) -> Compute:
     """SGD and SENG in turns, in this process."""
     options = BenchOptions(amounts=BenchAmounts(batch=step.batch, device=step.device))
-    task = replace(options.measured(TASKS[model]), warm=0)  # the weights do not matter to the time
+    task = replace(
+        options.measured(TASKS[model]), warm=0
+    )  # the weights do not matter to the time
     setting = Setting(method.every, 0.01, True, method.k, 0.0, None)
     arena, window, rounds = Arena(task, options), 3, 3
     entrants = [Entrant(name, arena, setting, 2 * window) for name in ("sgd", "seng")]
-    timed: list[tuple[Row, list[tuple[float, float]]]] = [(Row(name, setting), []) for name in ("sgd", "seng")]
+    timed: list[tuple[Row, list[tuple[float, float]]]] = [
+        (Row(name, setting), []) for name in ("sgd", "seng")
+    ]
     for e in entrants:
         e.steps(3)
     for _ in range(rounds):
@@ -119,7 +143,10 @@ def measured(model: str, step: Step, method: Method) -> Compute:
             times.append((e.seconds(window), e.seconds(window)))
     summarise(timed, window)
     sgd, ours = (row for row, _ in timed)
-    solve, refresh = max((ours.idle_ms or 0) - (sgd.step_ms or 0), 0), max(ours.refresh_ms or 0, 0)
+    solve, refresh = (
+        max((ours.idle_ms or 0) - (sgd.step_ms or 0), 0),
+        max(ours.refresh_ms or 0, 0),
+    )
     source = f"measured here, on {arena.device.type}, batch {task.batch}"
     return Compute(1e-3 * (sgd.step_ms or 0), 1e-3 * solve, 1e-3 * refresh, source)
 
@@ -131,7 +158,9 @@ def compute(options: Options) -> Compute:
         return measured(options.model, s, options.method)
     if s.step_ms is None:
         return recorded(options.model)
-    return Compute(1e-3 * s.step_ms, 1e-3 * (s.solve_ms or 0), 1e-3 * (s.refresh_ms or 0))
+    return Compute(
+        1e-3 * s.step_ms, 1e-3 * (s.solve_ms or 0), 1e-3 * (s.refresh_ms or 0)
+    )
 
 
 def said(p: Projection) -> list[str]:
@@ -142,7 +171,9 @@ def said(p: Projection) -> list[str]:
     sizes = f"k = {m.k}, T = {m.every}, ϱ = {m.samples}, q = {m.sketch_rows}"
     exchanged = f"{(p.sketches + p.directions) / MB:.1f} MB to and from layers' owners"
     basis = f"refresh of shared: {p.basis / MB:.1f} MB all-reduced and {exchanged}"
-    extra = ", ".join(f"{name} {p.per_step(name) / p.gradient - 1:.3f}" for name in METHODS[1:])
+    extra = ", ".join(
+        f"{name} {p.per_step(name) / p.gradient - 1:.3f}" for name in METHODS[1:]
+    )
     return [
         f"compute ({c.source}): {steps}",
         f"all-reduce: {wires}; {sizes}",
@@ -153,14 +184,23 @@ def said(p: Projection) -> list[str]:
 
 def table(title: str, p: Projection, base: int) -> Table:
     """Milliseconds and efficiency, for each number of GPUs."""
-    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    out = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     theirs = {b.gpus: b.epoch_efficiency for b in paper.BATCHES}
-    for name in ("GPUs", *(f"{m}\nms" for m in METHODS), *(f"{m}\nefficiency" for m in METHODS), "the paper's,\nmeasured"):
+    for name in (
+        "GPUs",
+        *(f"{m}\nms" for m in METHODS),
+        *(f"{m}\nefficiency" for m in METHODS),
+        "the paper's,\nmeasured",
+    ):
         out.add_column(name, justify="right")
     for gpus in GPUS:
         times = (f"{1e3 * p.seconds(m, gpus):.2f}" for m in METHODS)
         rates = (f"{p.efficiency(m, gpus, base):.3f}" for m in METHODS)
-        out.add_row(str(gpus), *times, *rates, f"{theirs[gpus]:.2f}" if gpus in theirs else "")
+        out.add_row(
+            str(gpus), *times, *rates, f"{theirs[gpus]:.2f}" if gpus in theirs else ""
+        )
     return out
 
 
@@ -171,10 +211,24 @@ def draw(path: Path, title: str, p: Projection, base: int) -> None:
     figure = Figure(figsize=(8, 5.2), layout="constrained")
     ax = figure.subplots()
     for name, colour in zip(METHODS, COLOURS, strict=True):
-        ax.plot(GPUS, [p.efficiency(name, n, base) for n in GPUS], "o-", color=colour, markersize=4, label=f"{name}, projected")
+        ax.plot(
+            GPUS,
+            [p.efficiency(name, n, base) for n in GPUS],
+            "o-",
+            color=colour,
+            markersize=4,
+            label=f"{name}, projected",
+        )
     theirs = [b for b in paper.BATCHES if b.gpus >= GPUS[0]]
     label = "the paper's SENG, ResNet50, measured on V100s"
-    ax.plot([b.gpus for b in theirs], [b.epoch_efficiency for b in theirs], "k*", markersize=11, linestyle="none", label=label)
+    ax.plot(
+        [b.gpus for b in theirs],
+        [b.epoch_efficiency for b in theirs],
+        "k*",
+        markersize=11,
+        linestyle="none",
+        label=label,
+    )
     ax.set_xscale("log", base=2)
     ax.set_xticks(GPUS, [str(n) for n in GPUS])
     ax.set_ylim(0, 1.05)
@@ -191,7 +245,13 @@ def draw(path: Path, title: str, p: Projection, base: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """`seng scale MODEL`."""
     config: tuple[Any, ...] = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    options = tyro.cli(Options, prog="seng scale", description=Options.__doc__, args=arguments, config=config)
+    options = tyro.cli(
+        Options,
+        prog="seng scale",
+        description=Options.__doc__,
+        args=arguments,
+        config=config,
+    )
     try:
         found = compute(options)
     except ValueError as wrong:
@@ -202,7 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = f"{options.model}, a projection, not a measurement; efficiency beside the same method on {options.base} GPUs"
     Console(width=max(130, Console().width)).print(table(title, p, options.base))
     print(*said(p), sep="\n")
-    print("the paper's: SENG on ResNet50, table ImageNet-BS, scaling efficiency by total time and by time per epoch, to 4 GPUs")
+    print(
+        "the paper's: SENG on ResNet50, table ImageNet-BS, scaling efficiency by total time and by time per epoch, to 4 GPUs"
+    )
     path = options.out or RESULTS / f"scale-{options.model}.png"
     draw(path, title, p, options.base)
     print(f"picture: {path}")

@@ -25,9 +25,16 @@ class Standings:
         if not self.console.is_terminal:
             self.console.width = 120
         self.lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
-        columns = TextColumn("{task.description}"), BarColumn(40), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(40),
+            TextColumn("{task.percentage:.0f} %"),
+            TimeElapsedColumn(),
+        )
         self.progress = Progress(*columns, console=self.console)
-        self.bar = self.progress.add_task(todo[0].task.name, total=sum(run.budget for run in todo))
+        self.bar = self.progress.add_task(
+            todo[0].task.name, total=sum(run.budget for run in todo)
+        )
         self.live = Live(console=self.console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Self:
@@ -36,7 +43,12 @@ class Standings:
             self._draw()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.console.is_terminal:
             self.live.stop()
         if self.lines:
@@ -45,15 +57,24 @@ class Standings:
     def tell(self, run: Run, line: dict[str, Any]) -> None:
         """One evaluation."""
         self.lines.setdefault((run.name, run.seed), []).append(line)
-        done = sum(run.budget if self._over(run) else self._epoch(run) for run in self.todo)
-        self.progress.update(self.bar, completed=done, description=f"{run.task.name}: {run.name}, seed {run.seed}")
+        done = sum(
+            run.budget if self._over(run) else self._epoch(run) for run in self.todo
+        )
+        self.progress.update(
+            self.bar,
+            completed=done,
+            description=f"{run.task.name}: {run.name}, seed {run.seed}",
+        )
         if self.console.is_terminal:
             self._draw()
         else:
             loss, metric = (_number(line[name]) for name in ("train_loss", "metric"))
             seconds = f"epoch {line['epoch']:.1f}, {line['seconds']:.1f} s"
             said = f"{run.task.name}: {run.name}, seed {run.seed}: {seconds}, loss {loss}, {line['metric_name']} {metric}"
-            self.say(said + ("" if line["state"] == "running" else f"; {_ENDS[line['state']]}"))
+            self.say(
+                said
+                + ("" if line["state"] == "running" else f"; {_ENDS[line['state']]}")
+            )
 
     def say(self, text: str) -> None:
         """A sentence below."""
@@ -75,24 +96,43 @@ class Standings:
         first = self.todo[0].task
         title = f"{first.name}: {first.problem.metric} {first.target:g} on the test set is the target"
         out = Table(title=title, title_justify="left")
-        for header in ("optimizer", "seeds", "epoch", "training\nloss", first.problem.metric, "best", "ms per\nstep"):
+        for header in (
+            "optimizer",
+            "seeds",
+            "epoch",
+            "training\nloss",
+            first.problem.metric,
+            "best",
+            "ms per\nstep",
+        ):
             out.add_column(header, justify="left" if header == "optimizer" else "right")
         for header in ("epochs\nto target", "seconds\nto target", "reached"):
             out.add_column(header, justify="right")
         methods = list(dict.fromkeys(run.name for run in self.todo))
-        for row in sorted((self._row(name) for name in methods), key=lambda row: row[0]):
+        for row in sorted(
+            (self._row(name) for name in methods), key=lambda row: row[0]
+        ):
             out.add_row(*row[1])
         return out
 
     def _row(self, name: str) -> tuple[tuple[float, float], list[str]]:
-        histories = [lines for (method, _), lines in self.lines.items() if method == name]
+        histories = [
+            lines for (method, _), lines in self.lines.items() if method == name
+        ]
         if not histories:
             return (0.0, math.inf), [name, "0", *["–"] * 8]
         problem = self.todo[0].task.problem
         best = max if problem.higher_is_better else min
-        metrics = [[line["metric"] for line in lines if line["metric"] is not None] or [float("nan")] for lines in histories]
+        metrics = [
+            [line["metric"] for line in lines if line["metric"] is not None]
+            or [float("nan")]
+            for lines in histories
+        ]
         goal = self.todo[0].task.target, problem.higher_is_better
-        hits = [next((line for line in lines if reaches(line["metric"], *goal)), None) for lines in histories]
+        hits = [
+            next((line for line in lines if reaches(line["metric"], *goal)), None)
+            for lines in histories
+        ]
         there = [hit for hit in hits if hit is not None]
         last = [lines[-1] for lines in histories]
         losses = [line["train_loss"] for line in last if line["train_loss"] is not None]
@@ -108,11 +148,19 @@ class Standings:
             f"{fmean(hit['seconds'] for hit in there):.1f}" if there else "–",
             f"{len(there)}/{len(histories)}",
         ]
-        order = fmean(hit["seconds"] for hit in there) if there else (-1 if problem.higher_is_better else 1) * metrics[0][-1]
+        order = (
+            fmean(hit["seconds"] for hit in there)
+            if there
+            else (-1 if problem.higher_is_better else 1) * metrics[0][-1]
+        )
         return (-len(there) / len(histories), order), values
 
 
-_ENDS = {"target": "the target is reached", "finished": "the budget is spent", "diverged": "it diverged"}
+_ENDS = {
+    "target": "the target is reached",
+    "finished": "the budget is spent",
+    "diverged": "it diverged",
+}
 
 
 def _number(value: float | None) -> str:

@@ -26,15 +26,25 @@ class Streamed(Data):
     folder: Path = Path()
     images: int = 0  # to train with
 
-    def epoch(self, batch: int, seed: int, epoch: int, ranks: Ranks = ALONE) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(
+        self, batch: int, seed: int, epoch: int, ranks: Ranks = ALONE
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Training images (B, 3, 224, 224) as uint8, each a window of its own, and classes; a rank's part of whole batches,
         on the device."""
-        whole = stream(self.folder, "train", batch, workers=_workers(ranks), seed=seed, epoch=epoch)
-        for x, y in whole if ranks.count == 1 else _only(whole, lambda batches: map(ranks.part, batches)):
+        whole = stream(
+            self.folder, "train", batch, workers=_workers(ranks), seed=seed, epoch=epoch
+        )
+        for x, y in (
+            whole
+            if ranks.count == 1
+            else _only(whole, lambda batches: map(ranks.part, batches))
+        ):
             if len(y) == batch // ranks.count:
                 yield self._moved(x), self._moved(y)
 
-    def held_out(self, batch: int, ranks: Ranks = ALONE) -> Iterator[tuple[Tensor, Tensor]]:
+    def held_out(
+        self, batch: int, ranks: Ranks = ALONE
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """The middles of the validation images; a rank's share of them."""
         whole = stream(self.folder, "val", batch, workers=_workers(ranks), train=False)
         for x, y in whole if ranks.count == 1 else _only(whole, ranks.share):
@@ -70,7 +80,11 @@ def _only(whole: DataLoader[Any], choose: Callable[[Rows], Rows]) -> DataLoader[
 
 def _workers(ranks: Ranks) -> int | None:
     """The ranks of a machine share its cores; None: as many as there are."""
-    return None if ranks.count == 1 else max(1, min(16, (os.cpu_count() or 1) // ranks.local_count))
+    return (
+        None
+        if ranks.count == 1
+        else max(1, min(16, (os.cpu_count() or 1) // ranks.local_count))
+    )
 
 
 def open_data(name: str, folder: Path | None) -> Data:
@@ -79,5 +93,16 @@ def open_data(name: str, folder: Path | None) -> Data:
         return load(name, folder)
     place = Path(folder or os.environ.get("SENG_DATA", "data")) / name
     found = listing(place, "train")
-    empty = Arrays(torch.empty(0, 3, 0, 0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
-    return Streamed(name, empty, empty, len(found.classes), MEAN, STD, folder=place, images=len(found.paths))
+    empty = Arrays(
+        torch.empty(0, 3, 0, 0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
+    )
+    return Streamed(
+        name,
+        empty,
+        empty,
+        len(found.classes),
+        MEAN,
+        STD,
+        folder=place,
+        images=len(found.paths),
+    )

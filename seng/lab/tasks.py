@@ -25,24 +25,34 @@ class Task:
 
     name: str
     data: str  # as `seng data` names it
-    build: Callable[[int], nn.Module]  # from the number of classes, or of different tokens
+    build: Callable[
+        [int], nn.Module
+    ]  # from the number of classes, or of different tokens
     target: float  # of the metric, on the test set
     epochs: float
     problem: Problem = field(default_factory=Classification)
     batch: int = 256
     augment: Augment = PLAIN
     convolutional: bool = True  # whether channels_last applies
-    recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # optimizer -> fields that differ from its defaults
+    recipes: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # optimizer -> fields that differ from its defaults
     evaluations: int = 1  # per epoch
 
     def recipe(self, optimizer: str, epochs: float) -> Recipe:
         """An optimizer's recipe for this task, in a budget of so many epochs."""
-        return recipe(optimizer, dict(self.recipes.get(optimizer, {}))).with_(self.lengths(optimizer, epochs))
+        return recipe(optimizer, dict(self.recipes.get(optimizer, {}))).with_(
+            self.lengths(optimizer, epochs)
+        )
 
     def lengths(self, optimizer: str, epochs: float) -> dict[str, Any]:
         """Its fields that are in epochs: another budget than the task's shortens or lengthens them."""
         known = self.recipes.get(optimizer, {})
-        return {name: self.length(name, known[name], epochs) for name in LENGTHS if known.get(name)}
+        return {
+            name: self.length(name, known[name], epochs)
+            for name in LENGTHS
+            if known.get(name)
+        }
 
     def length(self, name: str, length: float, epochs: float) -> float | None:
         """One of them; None where a schedule is as long as the run."""
@@ -61,7 +71,9 @@ IMAGENET = {  # batch 256; the paper gives the rate and the length for batch 512
 }
 
 
-AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so its gradients are large
+AUTOENCODER: dict[
+    str, dict[str, Any]
+] = {  # its loss is a sum over pixels, so its gradients are large
     "seng": {"lr": 0.003, "damping": 0.1},
     "seng-kronecker": {"lr": 0.003},
     "seng-orthogonal": {"lr": 0.1},  # whose steps have one length, whatever the loss
@@ -77,24 +89,48 @@ AUTOENCODER: dict[str, dict[str, Any]] = {  # its loss is a sum over pixels, so 
 
 
 NO_DECAY: dict[str, dict[str, Any]] = {
-    name: {"weight_decay": 0.0} for name in ("seng", "seng-kronecker", "seng-paper", "sgd", "kfac", "shampoo")
+    name: {"weight_decay": 0.0}
+    for name in ("seng", "seng-kronecker", "seng-paper", "sgd", "kfac", "shampoo")
 }
-GPT = NO_DECAY | {  # where searches ended; ours takes Muon's step, with the decay that was better in six seeds (docs/race.md)
-    "seng-orthogonal": {"lr": 0.07, "weight_decay": 0.05, "momentum": 0.9},
-    "muon": {"lr": 0.012, "weight_decay": 0.16, "momentum": 0.9},  # the same step with a decay of 0.027
-    "adamw": {"lr": 1.5e-3, "weight_decay": 1e-2},
-    "soap": {"lr": 3e-3, "weight_decay": 1e-3},
-}
+GPT = (
+    NO_DECAY
+    | {  # where searches ended; ours takes Muon's step, with the decay that was better in six seeds (docs/race.md)
+        "seng-orthogonal": {"lr": 0.07, "weight_decay": 0.05, "momentum": 0.9},
+        "muon": {
+            "lr": 0.012,
+            "weight_decay": 0.16,
+            "momentum": 0.9,
+        },  # the same step with a decay of 0.027
+        "adamw": {"lr": 1.5e-3, "weight_decay": 1e-2},
+        "soap": {"lr": 3e-3, "weight_decay": 1e-3},
+    }
+)
 
 
-def _paper(name: str, data: str, build: Callable[[int], nn.Module], target: float, augment: Augment, paper: Any) -> Task:
+def _paper(
+    name: str,
+    data: str,
+    build: Callable[[int], nn.Module],
+    target: float,
+    augment: Augment,
+    paper: Any,
+) -> Task:
     """One of the six tasks of the paper's table."""
     often = {"refresh_every": 50}
-    own = {"seng-paper": paper, "seng": often, "seng-kronecker": often, "kfac": {"refresh_every": 100, "average": 0.8}}
-    return Task(name, data, build, target, 75.0, augment=augment, recipes=_warmed(15.0, own))
+    own = {
+        "seng-paper": paper,
+        "seng": often,
+        "seng-kronecker": often,
+        "kfac": {"refresh_every": 100, "average": 0.8},
+    }
+    return Task(
+        name, data, build, target, 75.0, augment=augment, recipes=_warmed(15.0, own)
+    )
 
 
-def _warmed(warmup: float, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _warmed(
+    warmup: float, own: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """A warm-up for every optimizer: without one, SGD does not recover from its first steps on these networks."""
     return {name: {"warmup": warmup, **own.get(name, {})} for name in RECIPES}
 
@@ -102,25 +138,73 @@ def _warmed(warmup: float, own: Mapping[str, Mapping[str, Any]]) -> dict[str, di
 TASKS = {
     task.name: task
     for task in (
-        Task("digits-cnn", "digits", lambda classes: models.digits_cnn(), 0.98, 12, batch=64, evaluations=2),
         Task(
-            *("mnist-autoencoder", "mnist", lambda classes: models.autoencoder(), 25.0, 10),
+            "digits-cnn",
+            "digits",
+            lambda classes: models.digits_cnn(),
+            0.98,
+            12,
+            batch=64,
+            evaluations=2,
+        ),
+        Task(
+            *(
+                "mnist-autoencoder",
+                "mnist",
+                lambda classes: models.autoencoder(),
+                25.0,
+                10,
+            ),
             problem=Reconstruction(),
             convolutional=False,
             evaluations=2,
-            recipes={name: {"weight_decay": 0.0, **fields} for name, fields in AUTOENCODER.items()},
+            recipes={
+                name: {"weight_decay": 0.0, **fields}
+                for name, fields in AUTOENCODER.items()
+            },
         ),
         Task("fashion-cnn", "fashion-mnist", models.fashion_cnn, 0.91, 10, batch=128),
-        _paper("cifar10-resnet18", "cifar10", models.resnet18, 0.94, SHIFTED, PAPER_RESNET18),
-        _paper("cifar10-vgg16bn", "cifar10", models.vgg16_bn, 0.92, SHIFTED, PAPER_VGG16),
-        _paper("cifar100-resnet18", "cifar100", models.resnet18, 0.76, SHIFTED, PAPER_RESNET18),
-        _paper("cifar100-vgg16bn", "cifar100", models.vgg16_bn, 0.70, SHIFTED, PAPER_VGG16),
-        _paper("svhn-resnet18", "svhn", models.resnet18, 0.96, Augment(crop=4), PAPER_RESNET18),
-        _paper("svhn-vgg16bn", "svhn", models.vgg16_bn, 0.95, Augment(crop=4), PAPER_VGG16),
+        _paper(
+            "cifar10-resnet18",
+            "cifar10",
+            models.resnet18,
+            0.94,
+            SHIFTED,
+            PAPER_RESNET18,
+        ),
+        _paper(
+            "cifar10-vgg16bn", "cifar10", models.vgg16_bn, 0.92, SHIFTED, PAPER_VGG16
+        ),
+        _paper(
+            "cifar100-resnet18",
+            "cifar100",
+            models.resnet18,
+            0.76,
+            SHIFTED,
+            PAPER_RESNET18,
+        ),
+        _paper(
+            "cifar100-vgg16bn", "cifar100", models.vgg16_bn, 0.70, SHIFTED, PAPER_VGG16
+        ),
+        _paper(
+            "svhn-resnet18",
+            "svhn",
+            models.resnet18,
+            0.96,
+            Augment(crop=4),
+            PAPER_RESNET18,
+        ),
+        _paper(
+            "svhn-vgg16bn", "svhn", models.vgg16_bn, 0.95, Augment(crop=4), PAPER_VGG16
+        ),
         Task(
             *("imagenet-resnet50", "imagenet", models.resnet50, 0.759, 76),
             augment=Augment(flip=True),  # the crop is made while decoding
-            recipes={"seng-paper": IMAGENET, "sgd": {"warmup": 5.0, "weight_decay": 1e-4}, "kfac": {"warmup": 5.0}},
+            recipes={
+                "seng-paper": IMAGENET,
+                "sgd": {"warmup": 5.0, "weight_decay": 1e-4},
+                "kfac": {"warmup": 5.0},
+            },
         ),
         Task(
             *("imagenette-resnet50", "imagenette", models.resnet50, 0.88, 16),
@@ -129,7 +213,13 @@ TASKS = {
             recipes=_warmed(3.0, {"seng": {"refresh_every": 50}}),
         ),
         Task(
-            *("shakespeare-gpt", "shakespeare", lambda tokens: models.gpt2(4, 128, 4, tokens, 128), 1.65, 8),
+            *(
+                "shakespeare-gpt",
+                "shakespeare",
+                lambda tokens: models.gpt2(4, 128, 4, tokens, 128),
+                1.65,
+                8,
+            ),
             problem=Language(context=128),
             batch=32,
             convolutional=False,

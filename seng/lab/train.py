@@ -33,26 +33,41 @@ PLAIN = 3  # steps before forward and backward are recorded: what libraries do o
 
 def on(device: torch.device, data: Data) -> Data:
     """The data on a device."""
-    train, test = (Arrays(part.x.to(device), part.y.to(device)) for part in (data.train, data.test))
+    train, test = (
+        Arrays(part.x.to(device), part.y.to(device)) for part in (data.train, data.test)
+    )
     return replace(data, train=train, test=test)
 
 
 class Training:
     """A run on the way: `advance` trains up to the next evaluation."""
 
-    def __init__(self, run: Run, data: Data, device: torch.device, command: str = "", ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        run: Run,
+        data: Data,
+        device: torch.device,
+        command: str = "",
+        ranks: Ranks = ALONE,
+    ) -> None:
         if run.ranks != ranks.count:
-            raise ValueError(f"the run is for {run.ranks} ranks, and there are {ranks.count}")
+            raise ValueError(
+                f"the run is for {run.ranks} ranks, and there are {ranks.count}"
+            )
         self.run, self.device, self.command, self.ranks = run, device, command, ranks
         self.data = on(device, data)
         self.per_epoch = run.task.problem.steps(data, run.size)
         if not self.per_epoch:
-            raise ValueError(f"{run.task.name}: a batch of {run.size} is larger than the training set")
+            raise ValueError(
+                f"{run.task.name}: a batch of {run.size} is larger than the training set"
+            )
         self.total = max(1, round(run.budget * self.per_epoch))
         torch.manual_seed(run.seed)
         model = run.task.build(data.classes).to(device)
         last = run.task.convolutional and device.type == "cuda"
-        self.model: nn.Module = model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
+        self.model: nn.Module = (
+            model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
+        )
         self.optimizer = run.recipe.optimizer(self.model)
         if run.compile:
             torch._dynamo.reset()  # else it takes the last run's graph, which had other hooks
@@ -73,8 +88,13 @@ class Training:
         """Train up to the next evaluation and evaluate: a line of results."""
         number, gone = divmod(self.step, self.per_epoch)
         often = self.run.task.evaluations
-        marks = [round(self.per_epoch * (i + 1) / often) for i in range(often)]  # of an epoch, the last one its end
-        until = min(self.total, number * self.per_epoch + next(mark for mark in marks if mark > gone))
+        marks = [
+            round(self.per_epoch * (i + 1) / often) for i in range(often)
+        ]  # of an epoch, the last one its end
+        until = min(
+            self.total,
+            number * self.per_epoch + next(mark for mark in marks if mark > gone),
+        )
         self.forward.train()
         self.ranks.own_chance(self.run.seed, self.step)
         losses = []
@@ -86,9 +106,13 @@ class Training:
         self.seconds += perf_counter() - start
         train_loss = float(self.ranks.mean(torch.stack(losses).mean()))
         found = train_loss, *self._evaluate()
-        train_loss, loss, metric = self.ranks.first_has(lambda: found)  # to the last bit, so that all stop together
+        train_loss, loss, metric = self.ranks.first_has(
+            lambda: found
+        )  # to the last bit, so that all stop together
         fine = math.isfinite(train_loss) and math.isfinite(loss)
-        reached = results.reaches(metric, self.run.task.target, self.run.task.problem.higher_is_better)
+        reached = results.reaches(
+            metric, self.run.task.target, self.run.task.problem.higher_is_better
+        )
         if not fine:
             self.state = "diverged"
         elif self.step >= self.total:
@@ -111,7 +135,11 @@ class Training:
 
     def _backward(self, batch: Batch) -> Tensor:
         """Leave gradients behind; by a recording, unless the optimizer is to see the layers' inputs and gradients."""
-        if self.graphed is not None and self.plain >= PLAIN and not getattr(self.optimizer, "refresh_due", False):
+        if (
+            self.graphed is not None
+            and self.plain >= PLAIN
+            and not getattr(self.optimizer, "refresh_due", False)
+        ):
             return self.graphed(batch)
         self.plain += 1
         loss = self._loss(batch)
@@ -126,20 +154,29 @@ class Training:
         """The batches that are left of the epoch."""
         number, gone = divmod(self.step, self.per_epoch)
         seed = 1_000_003 * self.run.seed + number
-        order, chance = Generator().manual_seed(seed), Generator(self.device).manual_seed(seed + 2**32)  # two streams
+        order, chance = (
+            Generator().manual_seed(seed),
+            Generator(self.device).manual_seed(seed + 2**32),
+        )  # two streams
         task = self.run.task
-        batches = task.problem.batches(self.data, self.run.size, task.augment, order, chance, self.ranks)
+        batches = task.problem.batches(
+            self.data, self.run.size, task.augment, order, chance, self.ranks
+        )
         return islice(batches, gone, None)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"
+        )
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[float, float]:
         self.forward.eval()
         self.ranks.same(self.model.buffers())
         with self._autocast():
-            loss, metric = self.run.task.problem.held_out(self.model, self.data, self.ranks)
+            loss, metric = self.run.task.problem.held_out(
+                self.model, self.data, self.ranks
+            )
         return float(loss), float(metric)
 
     def _wait(self) -> None:
@@ -153,7 +190,10 @@ class Training:
             "step": self.step,
             "epoch": self.epoch,
             "seconds": self.seconds,
-            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+            **{
+                name: value if math.isfinite(value) else None
+                for name, value in numbers.items()
+            },
             "state": self.state,
             "provenance": provenance(self.command, self.device),
             "tuning": self.run.tuning,
@@ -176,7 +216,10 @@ class Training:
         """Continue from `saved()`."""
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        self.step, self.seconds = saved["progress"]["step"], saved["progress"]["seconds"]
+        self.step, self.seconds = (
+            saved["progress"]["step"],
+            saved["progress"]["seconds"],
+        )
         torch.set_rng_state(saved["chance"]["cpu"].cpu())
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(saved["chance"]["cuda"].cpu(), self.device)
@@ -194,10 +237,17 @@ def warm_up(run: Run, data: Data, device: torch.device, ranks: Ranks = ALONE) ->
 
 
 def train(
-    training: Training, folder: Path, checkpoint: Checkpoint | None = None, again: bool = False
+    training: Training,
+    folder: Path,
+    checkpoint: Checkpoint | None = None,
+    again: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Every line of a run as it comes, those that are there already included; each is in its file before it is given."""
-    path, head, ranks = training.run.path(folder), training.run.head(training.device), training.ranks
+    path, head, ranks = (
+        training.run.path(folder),
+        training.run.head(training.device),
+        training.ranks,
+    )
     if again:
         if ranks.first:
             path.unlink(missing_ok=True)

@@ -30,7 +30,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-Receive = Callable[[int, int, bool, bool, Tensor, Tensor], None]  # (the backward, the layer, its mode, of an own batch, a, g)
+Receive = Callable[
+    [int, int, bool, bool, Tensor, Tensor], None
+]  # (the backward, the layer, its mode, of an own batch, a, g)
 
 
 class Capture:
@@ -38,13 +40,20 @@ class Capture:
 
     def __init__(self, layers: Sequence[nn.Module], receive: Receive) -> None:
         self._armed = False
-        self.eager = self.compiled = False  # whether it has captured without a compiler, and whether one was ever seen
-        self.own = False  # whether forwards now are of a batch that feeds only the curvature
+        self.eager = self.compiled = (
+            False  # whether it has captured without a compiler, and whether one was ever seen
+        )
+        self.own = (
+            False  # whether forwards now are of a batch that feeds only the curvature
+        )
         self.receive = receive
         self.size = f"{len(layers)} layers"  # looked at while tracing, so that a graph from before there were more is not taken
         self.key = next(_NUMBERS)
         _CAPTURES[self.key] = self
-        self.hooks = [_Hook(weakref.ref(self), weakref.ref(layer), self.key, i) for i, layer in enumerate(layers)]
+        self.hooks = [
+            _Hook(weakref.ref(self), weakref.ref(layer), self.key, i)
+            for i, layer in enumerate(layers)
+        ]
         self.handles: list[RemovableHandle] = []
         self.remove = weakref.finalize(self, _remove, self.handles, 0)
         self.remove.atexit = False
@@ -70,7 +79,9 @@ class Capture:
         for hook in self.hooks[len(self.handles) :]:
             layer = hook.layer()
             if layer is not None:
-                self.handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
+                self.handles.append(
+                    layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
+                )
 
 
 def _remove(handles: list[RemovableHandle], keep: int) -> None:
@@ -91,21 +102,37 @@ def _traced(key: int) -> bool:
 
 
 _NUMBERS = itertools.count()
-_CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()  # by number, for compiled graphs
+_CAPTURES: weakref.WeakValueDictionary[int, Capture] = (
+    weakref.WeakValueDictionary()
+)  # by number, for compiled graphs
 
 
 class _Hook:
-    def __init__(self, capture: weakref.ref[Capture], layer: weakref.ref[nn.Module], key: int, index: int) -> None:
+    def __init__(
+        self,
+        capture: weakref.ref[Capture],
+        layer: weakref.ref[nn.Module],
+        key: int,
+        index: int,
+    ) -> None:
         self.capture, self.layer, self.key, self.index = capture, layer, key, index
-        self.where = torch.tensor([key, index], device="cpu")  # a tensor, so that one compiled graph serves all equal layers
+        self.where = torch.tensor(
+            [key, index], device="cpu"
+        )  # a tensor, so that one compiled graph serves all equal layers
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
         compiling = torch.compiler.is_compiling()
         if compiling and torch.compiler.is_dynamo_compiling():
             _traced(self.key)
         if compiling and not torch.is_grad_enabled():
             return None  # before `armed` is looked at, which would be guarded: evaluation needs one graph, not two
-        if compiling and not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
+        if (
+            compiling
+            and not torch.compiler.is_dynamo_compiling()
+            and torch.compiler.is_exporting()
+        ):
             return None
         capture = self.capture()
         if capture is None or not capture.armed or layer is not self.layer():
@@ -114,7 +141,9 @@ class _Hook:
             _root()  # seen even where nothing is captured: a backward that starts inside this one belongs to it
         if not torch.is_grad_enabled():
             return None
-        trained = any(p.requires_grad for p in layer._parameters.values() if p is not None)
+        trained = any(
+            p.requires_grad for p in layer._parameters.values() if p is not None
+        )
         if not (trained and isinstance(out, Tensor) and out.requires_grad):
             return None
         a = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
@@ -122,11 +151,15 @@ class _Hook:
             return None
         mode = layer.training, capture.own
         if compiling and capture.size:
-            return _CompiledTap.apply(out, a.detach(), self.where, *mode, _call_number())  # type: ignore[no-untyped-call]
+            return _CompiledTap.apply(
+                out, a.detach(), self.where, *mode, _call_number()
+            )  # type: ignore[no-untyped-call]
         if transformed():
             return None
         capture.eager = True
-        with _unsafe_preserve_version_counter(out):  # a layer may have saved its output, which stays as it is
+        with _unsafe_preserve_version_counter(
+            out
+        ):  # a layer may have saved its output, which stays as it is
             # What is not made by this forward may be written to before the step, as a buffer that batches are copied into.
             kept = a.detach().clone() if a.grad_fn is None else a.detach()
             tapped = _Tap.apply(out, kept, capture.receive, self.index, *mode)  # type: ignore[no-untyped-call]
@@ -140,7 +173,11 @@ class _Hook:
 def transformed() -> bool:
     """Inside torch.func, forward-mode differentiation or torch.jit.trace, which are no training backwards."""
     func = torch._C._functorch.peek_interpreter_stack() is not None
-    return func or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+    return (
+        func
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def _nothing(*_: Any) -> None:
@@ -192,12 +229,24 @@ def _recomputing() -> bool:
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
     """Nothing to do in a backward outside of it, and saying so takes a while."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return (
+        torch.autocast(device, enabled=False)
+        if torch.is_autocast_enabled(device)
+        else nullcontext()
+    )
 
 
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, a: Tensor, receive: Receive, index: int, training: bool, own: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        out: Tensor,
+        a: Tensor,
+        receive: Receive,
+        index: int,
+        training: bool,
+        own: bool,
+    ) -> Tensor:
         ctx.mark_dirty(out)
         ctx.save_for_backward(a)
         ctx.receive, ctx.index, ctx.mode = receive, index, (training, own)
@@ -219,7 +268,15 @@ def _call_number() -> int:
 
 class _CompiledTap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, a: Tensor, where: Tensor, training: bool, own: bool, call: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        out: Tensor,
+        a: Tensor,
+        where: Tensor,
+        training: bool,
+        own: bool,
+        call: int,
+    ) -> Tensor:
         ctx.save_for_backward(a, _outer(out), where)
         ctx.mode, ctx.call = (training, own), call
         return out.clone()
@@ -228,11 +285,20 @@ class _CompiledTap(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         a, outer, where = ctx.saved_tensors
         # The gradient goes on through the operator's result, so that no compiler drops the call.
-        return g + _receive(a, g, outer, where, *ctx.mode, ctx.call), None, None, None, None, None
+        return (
+            g + _receive(a, g, outer, where, *ctx.mode, ctx.call),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 # Python does the work of these operators, which a CUDA graph would record once and not repeat.
-_TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+_TAGS = tuple(
+    tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None
+)
 
 
 @torch.library.custom_op("seng::outer", mutates_args=(), tags=_TAGS)
@@ -247,20 +313,38 @@ def _(out: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("seng::receive", mutates_args=(), tags=_TAGS)
-def _receive(a: Tensor, g: Tensor, outer: Tensor, where: Tensor, training: bool, own: bool, call: int) -> Tensor:
+def _receive(
+    a: Tensor,
+    g: Tensor,
+    outer: Tensor,
+    where: Tensor,
+    training: bool,
+    own: bool,
+    call: int,
+) -> Tensor:
     """Hand over copies, since the compiler reuses the memory of a and g; a zero comes back."""
     key, index = where.tolist()
     capture = _CAPTURES.get(key)
     if capture is not None:
         task = _root() if outer == -1 else int(outer)
-        visible = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # inside it is not
+        visible = torch._C._SetExcludeDispatchKeyGuard(
+            torch._C.DispatchKey.AutogradFunctionality, False
+        )  # inside it is not
         with visible, torch.no_grad(), _without_autocast(g.device.type):
             capture.receive(task, index, training, own, a.clone(), g.clone())
     return g.new_zeros(())
 
 
 @_receive.register_fake
-def _(a: Tensor, g: Tensor, outer: Tensor, where: Tensor, training: bool, own: bool, call: int) -> Tensor:
+def _(
+    a: Tensor,
+    g: Tensor,
+    outer: Tensor,
+    where: Tensor,
+    training: bool,
+    own: bool,
+    call: int,
+) -> Tensor:
     return g.new_zeros(())
 
 
@@ -269,7 +353,11 @@ def accumulates(p: Tensor) -> bool:
     if not p.requires_grad:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
+        return bool(
+            torch._C._will_engine_execute_node(
+                torch.autograd.graph.get_gradient_edge(p).node
+            )
+        )
     except RuntimeError:  # torch.autograd.grad was asked for gradients of parameters, and does not say which
         return True
 
@@ -279,6 +367,8 @@ def loss_scale() -> float:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), GradScaler):
+        if frame.f_code.co_name == "step" and isinstance(
+            frame.f_locals.get("self"), GradScaler
+        ):
             return float(frame.f_locals["self"].get_scale())
     return 1.0

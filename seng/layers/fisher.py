@@ -32,13 +32,23 @@ Loss = Literal["squares", "cross-entropy", "bernoulli"]
 MOST = 1024  # backwards of one refresh
 
 
-def seeds(out: Tensor, fisher: Fisher, loss: Loss, generator: torch.Generator) -> Iterator[Tensor]:
+def seeds(
+    out: Tensor, fisher: Fisher, loss: Loss, generator: torch.Generator
+) -> Iterator[Tensor]:
     """What to send backward from the output f, one after the other: columns of H^{1/2}, or one draw."""
-    f = out.detach().movedim(1, -1) if out.dim() > 3 else out.detach()[:, None] if out.dim() == 1 else out.detach()
-    positions = f[0, ..., 0].numel()
-    p = {"squares": torch.ones_like, "cross-entropy": lambda f: f.softmax(-1), "bernoulli": torch.sigmoid}[loss](
-        f.to(wide(f.dtype))
+    f = (
+        out.detach().movedim(1, -1)
+        if out.dim() > 3
+        else out.detach()[:, None]
+        if out.dim() == 1
+        else out.detach()
     )
+    positions = f[0, ..., 0].numel()
+    p = {
+        "squares": torch.ones_like,
+        "cross-entropy": lambda f: f.softmax(-1),
+        "bernoulli": torch.sigmoid,
+    }[loss](f.to(wide(f.dtype)))
     columns = _drawn(p, loss, generator) if fisher == "sampled" else _columns(p, loss)
     for h in columns:
         h = (h / positions**0.5).to(f.dtype)
@@ -71,14 +81,20 @@ def _drawn(p: Tensor, loss: Loss, generator: torch.Generator) -> Iterator[Tensor
     elif loss == "bernoulli":
         yield p - torch.bernoulli(p, generator=generator)
     else:
-        y = torch.multinomial(p.flatten(0, -2), 1, generator=generator).view(*p.shape[:-1], 1)
+        y = torch.multinomial(p.flatten(0, -2), 1, generator=generator).view(
+            *p.shape[:-1], 1
+        )
         yield p.scatter_add(-1, y, torch.full_like(p[..., :1], -1))
 
 
 def output_of(out: Any) -> Tensor:
     """The tensor that a module returned, or its logits."""
     found = out if isinstance(out, Tensor) else getattr(out, "logits", None)
-    if not isinstance(found, Tensor) or found.dim() == 0 or not found.is_floating_point():
+    if (
+        not isinstance(found, Tensor)
+        or found.dim() == 0
+        or not found.is_floating_point()
+    ):
         raise TypeError(
             "fisher='gauss-newton' and 'sampled' start from the module's output, which has to be one tensor with the sample "
             f"as dimension 0, or have one as .logits; here it is {type(out).__name__}: use fisher='empirical'"
@@ -89,7 +105,9 @@ def output_of(out: Any) -> Tensor:
 class Observer:
     """A forward hook on the whole module, which hands over its output; in a copy of the module it does nothing."""
 
-    def __init__(self, module: nn.Module, observe: weakref.WeakMethod[Callable[[Any], None]]) -> None:
+    def __init__(
+        self, module: nn.Module, observe: weakref.WeakMethod[Callable[[Any], None]]
+    ) -> None:
         self.observe = observe
         handle: RemovableHandle = module.register_forward_hook(self)
         owner = observe()
@@ -97,7 +115,12 @@ class Observer:
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
         observe = self.observe()
-        if observe is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed():
+        if (
+            observe is not None
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not transformed()
+        ):
             observe(out)
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:

@@ -37,7 +37,9 @@ from seng.linalg.windows import Windows, windows
 
 Factors = tuple[Tensor, Tensor]
 Columns = dict[str, Tensor]
-Layout = tuple[Callable[[Any, str, Tensor], Tensor], Callable[[Any, str, Tensor], Tensor]]
+Layout = tuple[
+    Callable[[Any, str, Tensor], Tensor], Callable[[Any, str, Tensor], Tensor]
+]
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,19 @@ class Kind:
     type: type[nn.Module]
     rule: Callable[[Any, Tensor, Tensor], Factors | Columns | Tensor | Lookup]
     factored: bool
-    whole_batch: bool  # the rule needs every sample even where only the first ϱ are wanted
-    features: Callable[[Any], int]  # trailing dimensions of the input that are features; no more means one sample
+    whole_batch: (
+        bool  # the rule needs every sample even where only the first ϱ are wanted
+    )
+    features: Callable[
+        [Any], int
+    ]  # trailing dimensions of the input that are features; no more means one sample
     layout: Layout
-    unfolded_later: Callable[[Any, Tensor, Tensor, int], Windows | None] | None = None  # the factors, where they can wait
-    any_precision: bool = False  # a rule without factors that takes half precision as it is
+    unfolded_later: Callable[[Any, Tensor, Tensor, int], Windows | None] | None = (
+        None  # the factors, where they can wait
+    )
+    any_precision: bool = (
+        False  # a rule without factors that takes half precision as it is
+    )
 
 
 KINDS: dict[type[nn.Module], Kind] = {}
@@ -76,7 +86,10 @@ def _as_row(layer: Any, name: str, p: Tensor) -> Tensor:
     return p.reshape(1, 1, -1)
 
 
-ROWS = (_as_rows, _as_row)  # the layouts in which a parameter's own order is the block's
+ROWS = (
+    _as_rows,
+    _as_row,
+)  # the layouts in which a parameter's own order is the block's
 
 Rule = Callable[[Any, Tensor, Tensor], Any]
 
@@ -97,18 +110,32 @@ def factors(
 
 
 def columns(
-    kind: type[nn.Module], features: Callable[[Any], int] = _last, whole_batch: bool = False, any_precision: bool = False
+    kind: type[nn.Module],
+    features: Callable[[Any], int] = _last,
+    whole_batch: bool = False,
+    any_precision: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register a kind whose function gives the per-sample gradient (ϱ, *shape) of each parameter by name."""
 
     def register(rule: Rule) -> Rule:
-        KINDS[kind] = Kind(kind, rule, False, whole_batch, features, (_as_row, _from_rows), None, any_precision)
+        KINDS[kind] = Kind(
+            kind,
+            rule,
+            False,
+            whole_batch,
+            features,
+            (_as_row, _from_rows),
+            None,
+            any_precision,
+        )
         return rule
 
     return register
 
 
-ARRANGEMENTS: WeakKeyDictionary[nn.Module, Callable[[Tensor], Tensor] | None] = WeakKeyDictionary()
+ARRANGEMENTS: WeakKeyDictionary[nn.Module, Callable[[Tensor], Tensor] | None] = (
+    WeakKeyDictionary()
+)
 
 
 ON_REQUEST = "left out on request, by seng.layers.arrange(layer, None)"
@@ -139,7 +166,9 @@ def kind_of(layer: nn.Module) -> Kind | str:
     name = type(layer).__name__
     if found is None:
         other = f"no rule for {name}: register one with seng.layers.factors or seng.layers.columns"
-        return next((why for kind, why in WITHOUT.items() if isinstance(layer, kind)), other)
+        return next(
+            (why for kind, why in WITHOUT.items() if isinstance(layer, kind)), other
+        )
     if isinstance(layer, LazyModuleMixin):
         return "its lazy parameters have no shape yet: run one forward pass before building the optimizer"
     if type(layer).forward is not found.type.forward or "forward" in vars(layer):
@@ -150,7 +179,9 @@ def kind_of(layer: nn.Module) -> Kind | str:
     if (found.factored or builtin) and "weight" not in layer._parameters:
         return "its weight is computed from other tensors (a parametrization): they take the plain gradient"
     if isinstance(layer, nn.Embedding) and (layer.sparse or layer.scale_grad_by_freq):
-        return "embeddings with sparse gradients or scale_grad_by_freq are not supported"
+        return (
+            "embeddings with sparse gradients or scale_grad_by_freq are not supported"
+        )
     return found
 
 
@@ -159,9 +190,15 @@ def positions(x: Tensor) -> Tensor:
     return x[:, None] if x.dim() == 2 else x.flatten(1, -2)
 
 
-def _linear_windows(layer: nn.Linear, a: Tensor, g: Tensor, bias: int) -> Windows | None:
+def _linear_windows(
+    layer: nn.Linear, a: Tensor, g: Tensor, bias: int
+) -> Windows | None:
     """The same as a convolution of width 1 over the positions."""
-    return Windows(positions(g).mT, positions(a).mT, (1,), (1,), (0,), (1,), bias) if g.numel() else None
+    return (
+        Windows(positions(g).mT, positions(a).mT, (1,), (1,), (0,), (1,), bias)
+        if g.numel()
+        else None
+    )
 
 
 @factors(nn.Linear, unfolded_later=_linear_windows)
@@ -191,9 +228,16 @@ def _conv(layer: _ConvNd, a: Tensor, g: Tensor) -> Factors:
 def _conv_windows(layer: _ConvNd, a: Tensor, g: Tensor, bias: int) -> Windows | None:
     """The same, to be unfolded later; None for what `Windows` does not know: groups, and padding that is uneven or not zero."""
     pad = _padding(layer)
-    if not g.numel() or layer.groups > 1 or (layer.padding_mode != "zeros" and any(pad)) or pad[::2] != pad[1::2]:
+    if (
+        not g.numel()
+        or layer.groups > 1
+        or (layer.padding_mode != "zeros" and any(pad))
+        or pad[::2] != pad[1::2]
+    ):
         return None
-    return Windows(g, a, layer.kernel_size, layer.stride, tuple(pad[::-2]), layer.dilation, bias)
+    return Windows(
+        g, a, layer.kernel_size, layer.stride, tuple(pad[::-2]), layer.dilation, bias
+    )
 
 
 def _conv_transpose(layer: _ConvTransposeNd, a: Tensor, g: Tensor) -> Factors:
@@ -207,7 +251,9 @@ def _conv_transpose(layer: _ConvTransposeNd, a: Tensor, g: Tensor) -> Factors:
         a = stuffed.flatten(2 + i, 3 + i).narrow(2 + i, 0, (length - 1) * stride + 1)
         left = reach - int(layer.padding[i])
         pad = [left, g.shape[2 + i] + reach - a.shape[2 + i] - left, *pad]
-    return g.flatten(2), windows(F.pad(a, pad), layer.kernel_size, (1,) * len(layer.kernel_size), layer.dilation)
+    return g.flatten(2), windows(
+        F.pad(a, pad), layer.kernel_size, (1,) * len(layer.kernel_size), layer.dilation
+    )
 
 
 def _transposed_rows(layer: _ConvTransposeNd, name: str, p: Tensor) -> Tensor:
@@ -215,7 +261,9 @@ def _transposed_rows(layer: _ConvTransposeNd, name: str, p: Tensor) -> Tensor:
     if name == "bias":
         return _as_rows(layer, name, p)
     d = len(layer.kernel_size)
-    p = p.unflatten(0, (layer.groups, -1)).flip(tuple(range(3, 3 + d)))  # (h, in/h, out/h, *kernel)
+    p = p.unflatten(0, (layer.groups, -1)).flip(
+        tuple(range(3, 3 + d))
+    )  # (h, in/h, out/h, *kernel)
     return p.transpose(1, 2).flatten(2)
 
 
@@ -234,7 +282,9 @@ def _channels_and_space(layer: _ConvNd) -> int:
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     factors(_kind, _channels_and_space, unfolded_later=_conv_windows)(_conv)
 for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-    factors(_transposed, _channels_and_space, (_transposed_rows, _from_transposed_rows))(_conv_transpose)
+    factors(
+        _transposed, _channels_and_space, (_transposed_rows, _from_transposed_rows)
+    )(_conv_transpose)
 
 
 def _embedding(layer: nn.Embedding, a: Tensor, g: Tensor) -> Lookup:
@@ -245,4 +295,6 @@ def _embedding(layer: nn.Embedding, a: Tensor, g: Tensor) -> Lookup:
     return Lookup(tokens.long(), g, layer.num_embeddings)
 
 
-KINDS[nn.Embedding] = Kind(nn.Embedding, _embedding, False, False, lambda layer: 0, (_as_rows, _from_rows))
+KINDS[nn.Embedding] = Kind(
+    nn.Embedding, _embedding, False, False, lambda layer: 0, (_as_rows, _from_rows)
+)

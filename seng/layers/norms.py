@@ -68,7 +68,17 @@ def standardized_sums(a: Tensor, g: Tensor, mean: Tensor, inverse: Tensor) -> Te
     samples, C, positions = a.shape
     out = torch.empty(samples, 2 * C, dtype=torch.float32, device=a.device)
     grid = samples, -(-C // CHANNELS)
-    own = (a, g, mean.float(), inverse.float(), out, C, positions, *a.stride(), *g.stride())
+    own = (
+        a,
+        g,
+        mean.float(),
+        inverse.float(),
+        out,
+        C,
+        positions,
+        *a.stride(),
+        *g.stride(),
+    )
     kernels.standardized[grid](*own, POSITIONS=64, CHANNELS=CHANNELS)
     return out
 
@@ -80,10 +90,22 @@ for _norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 def _instance_norm(layer: _InstanceNorm, a: Tensor, g: Tensor) -> Columns:
     if layer.training or layer.running_mean is None:
         return _affine(F.instance_norm(a, eps=layer.eps), g, (1,))
-    return _affine(F.instance_norm(a, layer.running_mean, layer.running_var, use_input_stats=False, eps=layer.eps), g, (1,))
+    return _affine(
+        F.instance_norm(
+            a,
+            layer.running_mean,
+            layer.running_var,
+            use_input_stats=False,
+            eps=layer.eps,
+        ),
+        g,
+        (1,),
+    )
 
 
-for _space, _instance in enumerate((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), start=1):
+for _space, _instance in enumerate(
+    (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), start=1
+):
     columns(_instance, lambda layer, _space=_space: 1 + _space)(_instance_norm)  # type: ignore[misc]
 
 

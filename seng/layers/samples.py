@@ -30,14 +30,26 @@ EARLY = 2**26  # bytes of captures whose Grams a GPU is given at once
 class Backward:
     """The captures of one backward."""
 
-    counts: Counter[int] = field(default_factory=Counter)  # how many calls saw so many samples
-    differing: dict[int, tuple[int, int]] = field(default_factory=dict)  # site -> two sample counts of one backward
+    counts: Counter[int] = field(
+        default_factory=Counter
+    )  # how many calls saw so many samples
+    differing: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # site -> two sample counts of one backward
     count_of: dict[int, int] = field(default_factory=dict)  # site -> its sample count
     pieces: dict[int, Operator] = field(default_factory=dict)  # site -> U, unscaled
-    kappa: Counter[int] = field(default_factory=Counter)  # site -> positions per sample, over all its calls
-    numbers: Counter[int] = field(default_factory=Counter)  # site -> numbers per sample of inputs and outputs of `Windows`
-    grams: dict[int, Tensor] = field(default_factory=dict)  # site -> UᵀU of its piece, where it is known
-    waiting: dict[int, Windows] = field(default_factory=dict)  # site -> a piece whose UᵀU is to be worked out
+    kappa: Counter[int] = field(
+        default_factory=Counter
+    )  # site -> positions per sample, over all its calls
+    numbers: Counter[int] = field(
+        default_factory=Counter
+    )  # site -> numbers per sample of inputs and outputs of `Windows`
+    grams: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # site -> UᵀU of its piece, where it is known
+    waiting: dict[int, Windows] = field(
+        default_factory=dict
+    )  # site -> a piece whose UᵀU is to be worked out
     bytes: int = 0  # of the pieces that wait
     kept: int | None = None  # samples that count, where it is not for `limit` to say
     stream: torch.cuda.Stream | None = None  # on which they came
@@ -45,7 +57,10 @@ class Backward:
     def shorten(self, kept: int) -> None:
         """To the first so many samples."""
         self.kept = kept
-        self.pieces = {index: U.first(kept) if U.samples > kept else U for index, U in self.pieces.items()}
+        self.pieces = {
+            index: U.first(kept) if U.samples > kept else U
+            for index, U in self.pieces.items()
+        }
         self.grams, self.waiting = {}, {}
 
     @property
@@ -79,10 +94,14 @@ class Samples:
         self.gated = gated  # whether only backwards count that are `listened` to
         self.forwards: list[Forward] = []  # that were listened to since the last step
         self.forward: Forward | None = None  # the one that is now
-        self.layers: list[tuple[int, Member]] = [(i, m) for i, site in enumerate(sites) for m in site.members]
+        self.layers: list[tuple[int, Member]] = [
+            (i, m) for i, site in enumerate(sites) for m in site.members
+        ]
         self.active: dict[int, tuple[Segment, ...]] = {}
         self.backwards: dict[int, Backward] = {}
-        self.timers: dict[int, Timer] = {}  # site -> what its refresh costs; a GPU refreshes all of them `together`
+        self.timers: dict[
+            int, Timer
+        ] = {}  # site -> what its refresh costs; a GPU refreshes all of them `together`
         self.together = Timer(sites[0].lead.device)
         self.half: set[int] = set()  # sites that were captured in half precision
 
@@ -98,7 +117,9 @@ class Samples:
 
     def forget(self, trained: bool) -> None:
         """Drop what came of forwards that were trained with, or that were not."""
-        for forward in [forward for forward in self.forwards if forward.trained == trained]:
+        for forward in [
+            forward for forward in self.forwards if forward.trained == trained
+        ]:
             self.forwards.remove(forward)
             for task in forward.tasks:
                 self.backwards.pop(task, None)
@@ -126,9 +147,13 @@ class Samples:
     def __len__(self) -> int:
         return len(self.backwards)
 
-    def receive(self, task: int, layer: int, training: bool, own: bool, a: Tensor, g: Tensor) -> None:
+    def receive(
+        self, task: int, layer: int, training: bool, own: bool, a: Tensor, g: Tensor
+    ) -> None:
         """Called inside the backward: turn (a, g) into what the block needs, or keep them as factors."""
-        if own != self.own or (self.gated and self.forward is None):  # of a forward from before or after an own batch
+        if own != self.own or (
+            self.gated and self.forward is None
+        ):  # of a forward from before or after an own batch
             return
         index, member = self.layers[layer]
         site = self.sites[index]
@@ -139,8 +164,12 @@ class Samples:
         self.active[index] = active
         a, g = member.sample_first(a, g)
         count = a.shape[0]
-        before = sum(other.samples for other in self.backwards.values() if other is not backward)
-        wanted = count if self.limit is None else max(0, min(count, self.limit - before))
+        before = sum(
+            other.samples for other in self.backwards.values() if other is not backward
+        )
+        wanted = (
+            count if self.limit is None else max(0, min(count, self.limit - before))
+        )
         if self.forward is not None:  # `settle` looks at the limit
             wanted = backward.kept = count
         backward.counts[count] += 1
@@ -152,18 +181,26 @@ class Samples:
         with nullcontext() if g.is_cuda else self.timer(index):
             if not member.kind.whole_batch and wanted < count:
                 a, g = a[:wanted], g[:wanted]
-            with nullcontext() if member.module.training == training else _mode(member.module, training):
+            with (
+                nullcontext()
+                if member.module.training == training
+                else _mode(member.module, training)
+            ):
                 U = site.operator(active, member, a, g)
             U = U.first(wanted) if U.samples > wanted else U
             backward.kappa[index] += _positions(U)
             if isinstance(U, Windows):
-                backward.numbers[index] += (U.a.numel() + U.G.numel()) // max(1, U.samples)
+                backward.numbers[index] += (U.a.numel() + U.G.numel()) // max(
+                    1, U.samples
+                )
             keep = self.keep()
             U = U if keep is None else keep(site, U)
             waiting = backward.pieces.get(index)
             backward.pieces[index] = U if waiting is None else added(waiting, U)
             if waiting is not None:  # it is another U now
-                backward.waiting.pop(index, None)  # `bytes` may count it on: the others do not wait as long
+                backward.waiting.pop(
+                    index, None
+                )  # `bytes` may count it on: the others do not wait as long
                 backward.grams.pop(index, None)
             elif isinstance(U, Windows) and self._early(backward, U):
                 backward.waiting[index] = U
@@ -172,7 +209,12 @@ class Samples:
 
     def _early(self, backward: Backward, U: Windows) -> bool:
         """Whether UᵀU can be worked out during the backward: all of it on one stream, and U not yet to be unscaled."""
-        if self.grams is None or not U.G.is_cuda or U.G.dtype == torch.float16 or len(self.backwards) > 1:
+        if (
+            self.grams is None
+            or not U.G.is_cuda
+            or U.G.dtype == torch.float16
+            or len(self.backwards) > 1
+        ):
             return False
         stream = torch.cuda.current_stream(U.G.device)
         backward.stream = backward.stream or stream
@@ -182,7 +224,9 @@ class Samples:
         """Grams of what waits, if it is that many bytes: while the host launches the backward, a GPU has the time."""
         if self.grams is not None and backward.bytes >= least:
             waiting, backward.waiting, backward.bytes = backward.waiting, {}, 0
-            backward.grams |= zip(waiting, self.grams(list(waiting.values())), strict=True)
+            backward.grams |= zip(
+                waiting, self.grams(list(waiting.values())), strict=True
+            )
 
     def known_grams(self, scale: float) -> dict[int, Tensor]:
         """UᵀU of what `take` gives, for the sites where nothing stands against working them out during the backward."""
@@ -191,11 +235,23 @@ class Samples:
         (backward,) = self.backwards.values()
         self._work(backward, 0)
         found, backward.grams = backward.grams, {}
-        return dict(zip(found, torch._foreach_mul(list(found.values()), self._scale(scale) ** 2), strict=True)) if found else {}
+        return (
+            dict(
+                zip(
+                    found,
+                    torch._foreach_mul(list(found.values()), self._scale(scale) ** 2),
+                    strict=True,
+                )
+            )
+            if found
+            else {}
+        )
 
     def _scale(self, scale: float) -> float:
         """From captured gradients, which carry `scale`, to the columns of U."""
-        B = 1 if self.gated else self.total  # what is sent backward for the curvature alone is no mean over the batch
+        B = (
+            1 if self.gated else self.total
+        )  # what is sent backward for the curvature alone is no mean over the batch
         return float(B / max(self.columns, 1) ** 0.5 / scale)
 
     @property
@@ -231,7 +287,9 @@ class Samples:
         grads = [s.param.grad for i in self.active for s in self.active[i]]
         if any(g is not None and g.any() for g in grads):
             return False
-        pieces = [U for backward in self.backwards.values() for U in backward.pieces.values()]
+        pieces = [
+            U for backward in self.backwards.values() for U in backward.pieces.values()
+        ]
         return all(g is None for g in grads) or any(_gradients(U).any() for U in pieces)
 
     @property
@@ -241,11 +299,15 @@ class Samples:
 
     def kappa(self, index: int) -> int:
         """Positions per sample of a site."""
-        return max((backward.kappa[index] for backward in self.backwards.values()), default=0)
+        return max(
+            (backward.kappa[index] for backward in self.backwards.values()), default=0
+        )
 
     def numbers(self, index: int) -> int:
         """Numbers per sample that a site's captures refer to, where they wait as `Windows`."""
-        return max((backward.numbers[index] for backward in self.backwards.values()), default=0)
+        return max(
+            (backward.numbers[index] for backward in self.backwards.values()), default=0
+        )
 
     def mismatch(self, index: int) -> str | None:
         """Why a site's dimension 0 cannot be the sample, in words; None where it can."""
@@ -260,7 +322,11 @@ class Samples:
 
     def count(self, index: int) -> int:
         """Samples of a site that `take` gives."""
-        return sum(backward.pieces[index].samples for backward in self.backwards.values() if index in backward.pieces)
+        return sum(
+            backward.pieces[index].samples
+            for backward in self.backwards.values()
+            if index in backward.pieces
+        )
 
     def captured(self, index: int) -> bool:
         """Whether a backward reached the site."""
@@ -271,12 +337,22 @@ class Samples:
 
         Factors in bfloat16 stay so on a GPU, whose products of them are summed up in float32. The gradients carry `scale`.
         """
-        pieces = [backward.pieces.pop(index) for backward in self.backwards.values() if index in backward.pieces]
-        return stacked([_settled(piece, self.sites[index].dtype) for piece in pieces]).scaled(self._scale(scale))
+        pieces = [
+            backward.pieces.pop(index)
+            for backward in self.backwards.values()
+            if index in backward.pieces
+        ]
+        return stacked(
+            [_settled(piece, self.sites[index].dtype) for piece in pieces]
+        ).scaled(self._scale(scale))
 
 
 def _settled(U: Operator, dtype: torch.dtype) -> Operator:
-    kept = isinstance(U, Implicit | Windows) and U.G.dtype == torch.bfloat16 and U.G.is_cuda
+    kept = (
+        isinstance(U, Implicit | Windows)
+        and U.G.dtype == torch.bfloat16
+        and U.G.is_cuda
+    )
     return U if kept else U.to(dtype)
 
 
@@ -305,9 +381,13 @@ def _mode(module: nn.Module, training: bool) -> Iterator[None]:
 def added(U: Operator, V: Operator) -> Operator:
     """U + V, column by column: one layer used twice in a backward, or two that share a weight."""
     if isinstance(U, Lookup) and isinstance(V, Lookup):
-        return Lookup(torch.cat([U.tokens, V.tokens], 1), torch.cat([U.G, V.G], 1), U.vocabulary)
+        return Lookup(
+            torch.cat([U.tokens, V.tokens], 1), torch.cat([U.G, V.G], 1), U.vocabulary
+        )
     looked_up = isinstance(U, Lookup) or isinstance(V, Lookup)
-    wide_enough = looked_up and _positions(U) + _positions(V) >= U.shape[2]  # one-hot columns would be larger than U itself
+    wide_enough = (
+        looked_up and _positions(U) + _positions(V) >= U.shape[2]
+    )  # one-hot columns would be larger than U itself
     if isinstance(U, Explicit) or isinstance(V, Explicit) or wide_enough:
         return Explicit(U.explicit().U + V.explicit().U, U.shape)
     P, R = (W.implicit() if isinstance(W, Lookup | Windows) else W for W in (U, V))
@@ -319,13 +399,30 @@ def stacked(parts: Sequence[Operator]) -> Operator:
     """[U_1, U_2, …], sample after sample: micro-batches of one step."""
     if len(parts) == 1:
         return parts[0]
-    if all(isinstance(U, Windows) and U.a.shape[1:] == parts[0].a.shape[1:] for U in parts):  # type: ignore[attr-defined]
-        return replace(parts[0], **{name: torch.cat([getattr(U, name) for U in parts]) for name in ("G", "a")})
+    if all(
+        isinstance(U, Windows) and U.a.shape[1:] == parts[0].a.shape[1:]
+        for U in parts  # type: ignore[attr-defined]
+    ):
+        return replace(
+            parts[0],
+            **{
+                name: torch.cat([getattr(U, name) for U in parts])
+                for name in ("G", "a")
+            },
+        )
     parts = [U.implicit() if isinstance(U, Windows) else U for U in parts]
     if all(isinstance(U, Implicit) for U in parts):
-        return Implicit(*(_padded_cat([getattr(U, name) for U in parts], dim=3) for name in ("G", "A")))
+        return Implicit(
+            *(
+                _padded_cat([getattr(U, name) for U in parts], dim=3)
+                for name in ("G", "A")
+            )
+        )
     if all(isinstance(U, Lookup) for U in parts):
-        tokens, G = (_padded_cat([getattr(U, name) for U in parts], dim=1) for name in ("tokens", "G"))
+        tokens, G = (
+            _padded_cat([getattr(U, name) for U in parts], dim=1)
+            for name in ("tokens", "G")
+        )
         return Lookup(tokens, G, parts[0].shape[1])
     return Explicit(torch.cat([U.explicit().U for U in parts], 1), parts[0].shape)
 
@@ -336,7 +433,10 @@ def _padded_cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     padded = [
         t
         if t.shape[dim] == width
-        else torch.cat([t, t.new_zeros(*t.shape[:dim], width - t.shape[dim], *t.shape[dim + 1 :])], dim)
+        else torch.cat(
+            [t, t.new_zeros(*t.shape[:dim], width - t.shape[dim], *t.shape[dim + 1 :])],
+            dim,
+        )
         for t in parts
     ]
     return torch.cat(padded)

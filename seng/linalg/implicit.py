@@ -42,16 +42,26 @@ class Implicit(Operator):
                 X = self.G[:, i : i + step] @ self.A[:, i : i + step].mT
                 yield slice(i * group, min(i + step, h) * group), X.flatten(1)
             return
-        step = max(1, operators.CHUNK // (self.samples * n_A)) // 8 * 8 or 8  # in eights, so that GPUs read aligned
+        step = (
+            max(1, operators.CHUNK // (self.samples * n_A)) // 8 * 8 or 8
+        )  # in eights, so that GPUs read aligned
         for i in range(h):
             for j in range(0, n_G, step):
                 X = self.G[:, i, j : j + step] @ self.A[:, i].mT
-                yield slice(i * group + j * n_A, i * group + min(j + step, n_G) * n_A), X.flatten(1)
+                yield (
+                    slice(i * group + j * n_A, i * group + min(j + step, n_G) * n_A),
+                    X.flatten(1),
+                )
 
     def rmv(self, z: Tensor) -> Tensor:
         """Σ_j g_ijᵀ mat(z) a_ij (eq. 18), one product of size n_G × n_A × ϱr."""
         G, A = self._side_by_side()
-        return (product(z.view(self.shape).to(A.dtype), A) * G).sum((0, 1)).view(self.samples, self.rank).sum(1)
+        return (
+            (product(z.view(self.shape).to(A.dtype), A) * G)
+            .sum((0, 1))
+            .view(self.samples, self.rank)
+            .sum(1)
+        )
 
     def mv(self, c: Tensor) -> Tensor:
         """Σ_i c_i vec(G_i A_iᵀ), one product of size n_G × ϱr × n_A (eq. 22)."""
@@ -72,7 +82,9 @@ class Implicit(Operator):
 
     def _side_by_side(self) -> tuple[Tensor, Tensor]:
         """G̃ (h, n_G, ϱr) and Ã (h, n_A, ϱr) (eq. 16)."""
-        return self.G.permute(1, 2, 0, 3).flatten(2), self.A.permute(1, 2, 0, 3).flatten(2)
+        return self.G.permute(1, 2, 0, 3).flatten(2), self.A.permute(
+            1, 2, 0, 3
+        ).flatten(2)
 
     def gram(self) -> Tensor:
         """UᵀU by the cheaper of the two contractions."""
@@ -89,7 +101,9 @@ class Implicit(Operator):
         out = self._zeros(self.samples, self.samples)
         for i in range(0, self.samples, step):
             part = slice(i * r, (i + step) * r)
-            pairs = product(A[..., part].mT, A) * product(G[..., part].mT, G)  # (h, step·r, ϱr)
+            pairs = product(A[..., part].mT, A) * product(
+                G[..., part].mT, G
+            )  # (h, step·r, ϱr)
             count = min(step, self.samples - i)
             out[i : i + step] = pairs.view(h, count, r, self.samples, r).sum((0, 2, 4))
         return out

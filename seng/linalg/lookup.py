@@ -35,12 +35,16 @@ class Lookup(Operator):
     def _slabs(self, tokens: Tensor, vocabulary: int) -> Iterator[tuple[slice, Tensor]]:
         width = self.G.shape[2]
         step = max(1, operators.CHUNK // max(1, self.samples * width))
-        sample = torch.arange(self.samples, device=tokens.device)[:, None].expand_as(tokens)
+        sample = torch.arange(self.samples, device=tokens.device)[:, None].expand_as(
+            tokens
+        )
         for i in range(0, vocabulary, step):
             stop = min(i + step, vocabulary)
             inside = (tokens >= i) & (tokens < stop)
             X = self._zeros(self.samples, stop - i, width)
-            X.index_put_((sample[inside], tokens[inside] - i), self.G[inside], accumulate=True)
+            X.index_put_(
+                (sample[inside], tokens[inside] - i), self.G[inside], accumulate=True
+            )
             yield slice(i * width, stop * width), X.flatten(1)
 
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
@@ -50,14 +54,19 @@ class Lookup(Operator):
         """UᵀU over the rows that occur; the others are zero."""
         used, tokens = torch.unique(self.tokens, return_inverse=True)
         slabs = self._slabs(tokens, used.numel())
-        return sum((product(X, X.T) for _, X in slabs), start=self._zeros(self.samples, self.samples))
+        return sum(
+            (product(X, X.T) for _, X in slabs),
+            start=self._zeros(self.samples, self.samples),
+        )
 
     def rmv(self, z: Tensor) -> Tensor:
         return (z.view(self.shape)[0][self.tokens] * self.G).sum((1, 2))
 
     def mv(self, c: Tensor) -> Tensor:
         out = self._zeros(self.vocabulary, self.G.shape[2])
-        out.index_add_(0, self.tokens.flatten(), (self.G * c[:, None, None]).flatten(0, 1))
+        out.index_add_(
+            0, self.tokens.flatten(), (self.G * c[:, None, None]).flatten(0, 1)
+        )
         return out.flatten()
 
     def scaled(self, scale: float | Tensor) -> Self:
@@ -68,5 +77,7 @@ class Lookup(Operator):
 
     def implicit(self) -> Implicit:
         """The same U with the rows as one-hot columns, for weights that an embedding shares with a linear layer."""
-        one_hot = self._zeros(*self.tokens.shape, self.vocabulary).scatter_(2, self.tokens[..., None], 1)
+        one_hot = self._zeros(*self.tokens.shape, self.vocabulary).scatter_(
+            2, self.tokens[..., None], 1
+        )
         return Implicit(one_hot.mT[:, None], self.G.mT[:, None])

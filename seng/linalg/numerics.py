@@ -16,27 +16,42 @@ POWER = 2  # power iterations of the per-sample one
 ITERATIONS = 8  # of a Gram's; they also sort the directions
 SQUARINGS = 10  # of a Gram whose largest eigenvalue is wanted: eigenvalues 1 % apart then differ by a factor e¹⁰
 SMALL = 32  # up to here a GPU's eigh is batched
-JITTER = (1e-12, 1e-8, 1e-4)  # tried in this order, relative to the mean of the diagonal
+JITTER = (
+    1e-12,
+    1e-8,
+    1e-4,
+)  # tried in this order, relative to the mean of the diagonal
 
 
 def cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
     """L with LLᵀ = S for each of S (…, m, m), and whether it was found with growing jitter. The device is never waited for."""
     L, info = torch.linalg.cholesky_ex(S)
-    here = S.device.type == "cpu"  # elsewhere a look would be a wait, and each try takes time
+    here = (
+        S.device.type == "cpu"
+    )  # elsewhere a look would be a wait, and each try takes time
     for jitter in JITTER if here else JITTER[-1:]:
         if here and not info.any():
             break
         mean = S.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        raised = S + jitter * mean * torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+        raised = S + jitter * mean * torch.eye(
+            S.shape[-1], dtype=S.dtype, device=S.device
+        )
         retry, retried = torch.linalg.cholesky_ex(raised)
-        L, info = torch.where(info[..., None, None] > 0, retry, L), torch.where(info > 0, retried, info)
+        L, info = (
+            torch.where(info[..., None, None] > 0, retry, L),
+            torch.where(info > 0, retried, info),
+        )
     return L, info == 0
 
 
 def inverse(S: Tensor) -> Tensor:
     """S⁻¹ for each of S (…, m, m), positive definite; not a number where no factorization was found."""
     L, found = cholesky(S)
-    R = torch.linalg.solve_triangular(L, torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(L), upper=False)
+    R = torch.linalg.solve_triangular(
+        L,
+        torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(L),
+        upper=False,
+    )
     return torch.where(found[..., None, None], R.mT @ R, torch.nan)
 
 
@@ -44,10 +59,14 @@ def eigenvalues(S: Tensor) -> Tensor:
     """Those of `eigh` alone, which is quicker."""
     fine = S.isfinite().all((-2, -1), keepdim=True)
     try:
-        values = torch.linalg.eigvalsh(torch.where(fine, (S + S.mT) / 2, 0).to(widest(S)))
+        values = torch.linalg.eigvalsh(
+            torch.where(fine, (S + S.mT) / 2, 0).to(widest(S))
+        )
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         values = torch.full_like(S[..., 0], torch.nan, dtype=widest(S))
-    return torch.where(fine[..., 0], values.flip(-1).clamp_min(0), torch.nan).to(S.dtype)
+    return torch.where(fine[..., 0], values.flip(-1).clamp_min(0), torch.nan).to(
+        S.dtype
+    )
 
 
 def eigh(S: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,14 +80,21 @@ def eigh(S: Tensor) -> tuple[Tensor, Tensor]:
     try:
         values, vectors = torch.linalg.eigh(T)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        values, vectors = torch.full_like(T[..., 0], torch.nan), torch.full_like(T, torch.nan)
+        values, vectors = (
+            torch.full_like(T[..., 0], torch.nan),
+            torch.full_like(T, torch.nan),
+        )
     values = torch.where(fine[..., 0], values.flip(-1).clamp_min(0), torch.nan)
-    return values.to(S.dtype), torch.where(fine, vectors.flip(-1), torch.nan).to(S.dtype)
+    return values.to(S.dtype), torch.where(fine, vectors.flip(-1), torch.nan).to(
+        S.dtype
+    )
 
 
 def widest(S: Tensor) -> torch.dtype:
     """The precision of small dense work."""
-    return S.dtype if S.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    return (
+        S.dtype if S.device.type == "mps" else torch.float64
+    )  # Apple's GPUs have no float64
 
 
 def one_by_one(K: Tensor) -> bool:
@@ -122,7 +148,9 @@ def spectrum(K: Tensor, width: int, start: Tensor) -> tuple[Tensor, Tensor]:
 
 def orthonormal(Z: Tensor) -> Tensor:
     """The columns of each of Z (L, m, w) made orthonormal, in order, by Cholesky; dependent ones come out 0."""
-    Z = Z / torch.linalg.vector_norm(Z, dim=-2, keepdim=True).clamp_min(torch.finfo(Z.dtype).tiny)
+    Z = Z / torch.linalg.vector_norm(Z, dim=-2, keepdim=True).clamp_min(
+        torch.finfo(Z.dtype).tiny
+    )
     L, _ = torch.linalg.cholesky_ex(Z.mT @ Z + 1e-13 * _eye(Z.shape[-1], Z))
     Q: Tensor = torch.linalg.solve_triangular(L, Z.mT, upper=False).mT
     return Q.nan_to_num(0, 0, 0)
@@ -148,7 +176,9 @@ def truncation_errors(K: Tensor, V: Tensor, lam: Tensor) -> Tensor:
     Ke = K @ e
     whole = torch.linalg.cholesky_ex(_eye(m, K) * lam + K)[0]
     half = torch.linalg.solve_triangular(whole, e, upper=False)
-    x = lam * torch.linalg.solve_triangular(whole.mT, half, upper=True)  # cholesky_solve of a batch cannot be recorded
+    x = lam * torch.linalg.solve_triangular(
+        whole.mT, half, upper=True
+    )  # cholesky_solve of a batch cannot be recorded
     R = torch.linalg.cholesky_ex(_eye(V.shape[-1], K) * lam + V.mT @ K @ V)[0]
     P = torch.linalg.solve_triangular(R, V.mT, upper=False).mT  # (L, m, w)
     off = x - e + (P * (P.mT @ Ke).mT).cumsum(-1)
@@ -170,14 +200,18 @@ def reduced(U: Implicit, rank: int, generator: torch.Generator) -> Implicit:
     if rank >= U.rank:
         return U
     X = U.G if U.G.shape[2] <= U.A.shape[2] else U.A  # (ϱ, h, m, κ)
-    X = torch.where(X.isfinite(), X, 0)  # what is not finite stays in the factors, and drops the refresh in `build`
+    X = torch.where(
+        X.isfinite(), X, 0
+    )  # what is not finite stays in the factors, and drops the refresh in `build`
     X = X / X.abs().amax((2, 3), keepdim=True).clamp_min(torch.finfo(X.dtype).tiny)
     m = X.shape[2]
     if rank >= m:
         V = torch.linalg.qr(X.mT).Q
     else:
         width = min(m, U.rank, rank + OVERSAMPLE)
-        omega = torch.randn(m, width, generator=generator, device=X.device, dtype=X.dtype)
+        omega = torch.randn(
+            m, width, generator=generator, device=X.device, dtype=X.dtype
+        )
         Z = torch.linalg.qr(X.mT @ omega).Q  # (ϱ, h, κ, width)
         for _ in range(POWER):
             Z = torch.linalg.qr(X.mT @ (X @ Z)).Q

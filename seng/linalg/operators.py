@@ -46,14 +46,18 @@ def product(X: Tensor, Y: Tensor) -> Tensor:
     if X.dim() == 2:
         out: Tensor = torch.mm(X, Y, out_dtype=torch.float32)
         return out
-    return torch.bmm(X.flatten(0, -3), Y.flatten(0, -3), out_dtype=torch.float32).unflatten(0, X.shape[:-2])  # type: ignore[no-any-return]
+    return torch.bmm(  # type: ignore[no-any-return]
+        X.flatten(0, -3), Y.flatten(0, -3), out_dtype=torch.float32
+    ).unflatten(0, X.shape[:-2])
 
 
 @dataclass(frozen=True)
 class Operator(ABC):
     """A tall matrix U (n, ϱ) known through its products."""
 
-    waits: ClassVar[bool] = False  # whether its products wait for the device, so that they cannot be recorded
+    waits: ClassVar[bool] = (
+        False  # whether its products wait for the device, so that they cannot be recorded
+    )
 
     @property
     @abstractmethod
@@ -93,7 +97,10 @@ class Operator(ABC):
 
     def gram(self) -> Tensor:
         """UᵀU (ϱ, ϱ)."""
-        return sum((product(X, X.T) for _, X in self.rows()), start=self._zeros(self.samples, self.samples))
+        return sum(
+            (product(X, X.T) for _, X in self.rows()),
+            start=self._zeros(self.samples, self.samples),
+        )
 
     def combine(self, V: Tensor) -> Tensor:
         """(UV)ᵀ (k, n) of V (ϱ, k)."""
@@ -122,7 +129,11 @@ class Operator(ABC):
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same operator in another precision; integer tensors stay as they are."""
-        cast = {k: v.to(dtype) for k, v in vars(self).items() if isinstance(v, Tensor) and v.is_floating_point()}
+        cast = {
+            k: v.to(dtype)
+            for k, v in vars(self).items()
+            if isinstance(v, Tensor) and v.is_floating_point()
+        }
         return replace(self, **cast)
 
     @property
@@ -190,13 +201,23 @@ class Merged(Operator):
     layout: Shape
 
     @classmethod
-    def of(cls, Y: Tensor, layout: Shape, half: bool = False, length: Tensor | None = None) -> Self:
+    def of(
+        cls, Y: Tensor, layout: Shape, half: bool = False, length: Tensor | None = None
+    ) -> Self:
         """UUᵀ = YᵀY for Y (k, n), whose length, the root of the sum of its squares, may be known."""
         if not half:
             return cls(Y, torch.ones((), dtype=Y.dtype, device=Y.device), layout)
-        length = torch.linalg.vector_norm(Y).clamp_min_(torch.finfo(Y.dtype).tiny) if length is None else length
+        length = (
+            torch.linalg.vector_norm(Y).clamp_min_(torch.finfo(Y.dtype).tiny)
+            if length is None
+            else length
+        )
         scale = length / max(1, Y.numel()) ** 0.5
-        return cls(torch.div(Y, scale, out=torch.empty_like(Y, dtype=torch.float16)), scale, layout)
+        return cls(
+            torch.div(Y, scale, out=torch.empty_like(Y, dtype=torch.float16)),
+            scale,
+            layout,
+        )
 
     @property
     def shape(self) -> Shape:
@@ -213,7 +234,10 @@ class Merged(Operator):
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
         step = max(1, CHUNK // max(1, self.samples))
         for i in range(0, self.n, step):
-            yield slice(i, min(i + step, self.n)), self.Y[:, i : i + step].to(self.dtype) * self.scale
+            yield (
+                slice(i, min(i + step, self.n)),
+                self.Y[:, i : i + step].to(self.dtype) * self.scale,
+            )
 
     def gram(self) -> Tensor:
         return product(self.Y, self.Y.T) * self.scale.square()
@@ -228,7 +252,11 @@ class Merged(Operator):
         return (self.scale * c) @ self.Y.to(c.dtype)
 
     def to(self, dtype: torch.dtype) -> Self:
-        return replace(self, Y=self.Y if self.Y.dtype in HALF else self.Y.to(dtype), scale=self.scale.to(dtype))
+        return replace(
+            self,
+            Y=self.Y if self.Y.dtype in HALF else self.Y.to(dtype),
+            scale=self.scale.to(dtype),
+        )
 
     def scaled(self, scale: float | Tensor) -> Self:
         return replace(self, scale=self.scale * scale)

@@ -61,7 +61,8 @@ class RowSample:
         group, g = rows // n_G, rows % n_G
         step = max(1, CHUNK // max(1, q * U.rank))
         parts = [  # (ϱ, q): the chosen entries of G_i A_iᵀ, sample by sample
-            (U.G[i : i + step, group, g] * U.A[i : i + step, group, a]).sum(2) for i in range(0, U.samples, step)
+            (U.G[i : i + step, group, g] * U.A[i : i + step, group, a]).sum(2)
+            for i in range(0, U.samples, step)
         ]
         return Explicit((torch.cat(parts) * self.scale).T, (1, q, 1))
 
@@ -116,7 +117,9 @@ class Buckets:
     q: int
 
     def __call__(self, z: Tensor) -> Tensor:
-        return z.new_zeros(self.q, *z.shape[1:]).index_add_(0, self.bucket, _rowwise(self.sign, z))
+        return z.new_zeros(self.q, *z.shape[1:]).index_add_(
+            0, self.bucket, _rowwise(self.sign, z)
+        )
 
     def of(self, U: Operator) -> Operator:
         Xi = self.sign.new_zeros(self.q, U.samples)
@@ -204,8 +207,16 @@ class KroneckerRows(Sketch):
 
     def draw(self, U: Operator, generator: torch.Generator) -> Omega:
         _, n_G, n_A = U.shape
-        G = Identity() if self.q_G >= n_G else _uniform_rows(n_G, self.q_G, False, U, generator)
-        A = Identity() if self.q_A >= n_A else _uniform_rows(n_A, self.q_A, False, U, generator)
+        G = (
+            Identity()
+            if self.q_G >= n_G
+            else _uniform_rows(n_G, self.q_G, False, U, generator)
+        )
+        A = (
+            Identity()
+            if self.q_A >= n_A
+            else _uniform_rows(n_A, self.q_A, False, U, generator)
+        )
         return KroneckerSample(G, A, U.shape)
 
 
@@ -214,7 +225,9 @@ class Gaussian(_Flat):
     """Ω_ij ~ N(0, 1/q). Keeps q·n numbers: for small layers and for tests of the theory."""
 
     def draw(self, U: Operator, generator: torch.Generator) -> Omega:
-        matrix = torch.randn(self.q, U.n, generator=generator, device=generator.device, dtype=_dtype(U))
+        matrix = torch.randn(
+            self.q, U.n, generator=generator, device=generator.device, dtype=_dtype(U)
+        )
         return Dense(matrix / self.q**0.5)
 
 
@@ -223,8 +236,16 @@ class CountSketch(_Flat):
     """Each row goes to one of q buckets with a random sign: one pass over U, whatever q."""
 
     def draw(self, U: Operator, generator: torch.Generator) -> Omega:
-        bucket = torch.randint(self.q, (U.n,), generator=generator, device=generator.device)
-        sign = torch.randint(2, (U.n,), generator=generator, device=generator.device).to(_dtype(U)) * 2 - 1
+        bucket = torch.randint(
+            self.q, (U.n,), generator=generator, device=generator.device
+        )
+        sign = (
+            torch.randint(2, (U.n,), generator=generator, device=generator.device).to(
+                _dtype(U)
+            )
+            * 2
+            - 1
+        )
         return Buckets(bucket, sign, self.q)
 
 
@@ -233,13 +254,17 @@ def _rowwise(weights: Tensor, z: Tensor) -> Tensor:
     return weights.view(-1, *[1] * (z.dim() - 1)) * z
 
 
-def _uniform_rows(n: int, q: int, replacement: bool, U: Operator, generator: torch.Generator) -> RowSample:
+def _uniform_rows(
+    n: int, q: int, replacement: bool, U: Operator, generator: torch.Generator
+) -> RowSample:
     device = generator.device
     if replacement:
         index = torch.randint(n, (q,), generator=generator, device=device)
     else:
         index = torch.randperm(n, generator=generator, device=device)[:q]
-    return RowSample(index, torch.full((q,), (n / q) ** 0.5, device=device, dtype=_dtype(U)))
+    return RowSample(
+        index, torch.full((q,), (n / q) ** 0.5, device=device, dtype=_dtype(U))
+    )
 
 
 def _dtype(U: Operator) -> torch.dtype:
@@ -248,4 +273,6 @@ def _dtype(U: Operator) -> torch.dtype:
 
 def _check_size(kind: str, name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{kind}: {name} is the number of rows to keep, an integer of at least 1, not {value!r}")
+        raise ValueError(
+            f"{kind}: {name} is the number of rows to keep, an integer of at least 1, not {value!r}"
+        )

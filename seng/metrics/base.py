@@ -42,7 +42,9 @@ COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
 SAMPLES = 16  # and of at least so many samples
 
 
-Weights = dict[float, tuple[Tensor, ...]]  # what P^e takes for each exponent that is kept
+Weights = dict[
+    float, tuple[Tensor, ...]
+]  # what P^e takes for each exponent that is kept
 
 
 class Base(ABC):
@@ -85,7 +87,9 @@ class Base(ABC):
         """A basis from the coordinates of an earlier P, in the precision that it has."""
         if not U.samples:  # P was alone, and has no such powers
             return U
-        Y = self.times(old.times(U.Y.to(U.dtype).unflatten(1, U.shape), 0.5), -0.5).flatten(1)
+        Y = self.times(
+            old.times(U.Y.to(U.dtype).unflatten(1, U.shape), 0.5), -0.5
+        ).flatten(1)
         return Merged.of(Y, U.shape, U.Y.dtype in HALF).scaled(U.scale)
 
 
@@ -104,14 +108,25 @@ class Kronecker(Base):
     @cached_property
     def weights(self) -> Weights:  # type: ignore[override]
         """P_G^e = c_G(I + V_G diag(w_G) V_Gᵀ) and so for A: w_G (h, r, 1), w_A (h, 1, r) and c = c_G·c_A (h, 1, 1)."""
-        least = _least(self.least, self.relative, self.G.average * self.A.average) ** 0.5
-        sides = [(f, *f.powers(self.power, self.noise, least)) for f in (self.G, self.A)]
+        least = (
+            _least(self.least, self.relative, self.G.average * self.A.average) ** 0.5
+        )
+        sides = [
+            (f, *f.powers(self.power, self.noise, least)) for f in (self.G, self.A)
+        ]
         of_G, of_A = (f.mean(kept, others) for f, kept, others in sides)
         mean = (of_G * of_A).mean()  # P's, over all groups
 
         def of(exponent: float) -> tuple[Tensor, ...]:
-            (w_G, c_G), (w_A, c_A) = (_relative(f, kept**exponent, others**exponent) for f, kept, others in sides)
-            return w_G[:, :, None], w_A[:, None, :], (c_G * c_A / mean**exponent)[:, None, None]
+            (w_G, c_G), (w_A, c_A) = (
+                _relative(f, kept**exponent, others**exponent)
+                for f, kept, others in sides
+            )
+            return (
+                w_G[:, :, None],
+                w_A[:, None, :],
+                (c_G * c_A / mean**exponent)[:, None, None],
+            )
 
         return {exponent: of(exponent) for exponent in self.exponents}
 
@@ -135,7 +150,10 @@ class Kronecker(Base):
     def white(self, U: Operator, rank: int | None = None) -> Operator:
         """Of factors G_i → P_G^{-½}G_i and A_i → P_A^{-½}A_i; column by column where these are fewer numbers."""
         _, n_G, n_A = U.shape
-        if isinstance(U, Implicit | Windows) and min(U.rank, rank or U.rank) * (n_G + n_A) < n_G * n_A:
+        if (
+            isinstance(U, Implicit | Windows)
+            and min(U.rank, rank or U.rank) * (n_G + n_A) < n_G * n_A
+        ):
             factors = U.implicit() if isinstance(U, Windows) else U
             w_G, w_A, c = self.weights[-0.5]
             G = _along(factors.G, self.G.V, w_G, c)
@@ -181,7 +199,11 @@ class Diagonal(Base):
 def _least(damping: float, relative: bool, mean: Tensor) -> Tensor:
     """λ in units of the mean eigenvalue; an absolute one is above any that are 0."""
     lam = torch.full_like(mean, damping)
-    return lam if relative else torch.where(mean > 0, lam / torch.where(mean > 0, mean, 1), torch.inf)
+    return (
+        lam
+        if relative
+        else torch.where(mean > 0, lam / torch.where(mean > 0, mean, 1), torch.inf)
+    )
 
 
 def _relative(factor: Factor, kept: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,13 +216,18 @@ def _along(X: Tensor, V: Tensor, w: Tensor, c: Tensor) -> Tensor:
     """c(I + V diag(w) Vᵀ) along dimension 2 of X (ϱ, h, n, r), in X's precision."""
     rows = X.permute(1, 2, 0, 3).flatten(2).to(V.dtype)  # (h, n, ϱr)
     rows = c * (rows + V @ (w * (V.mT @ rows)))
-    out: Tensor = rows.unflatten(2, (X.shape[0], X.shape[3])).permute(2, 0, 1, 3).to(X.dtype)
+    out: Tensor = (
+        rows.unflatten(2, (X.shape[0], X.shape[3])).permute(2, 0, 1, 3).to(X.dtype)
+    )
     return out
 
 
 def _columns(base: Base, U: Operator) -> Operator:
     X = U.explicit().U.T  # (ϱ, n)
-    return Explicit(base.times(X.to(wide(X.dtype)).unflatten(1, U.shape), -0.5).flatten(1).T, U.shape)
+    return Explicit(
+        base.times(X.to(wide(X.dtype)).unflatten(1, U.shape), -0.5).flatten(1).T,
+        U.shape,
+    )
 
 
 def renewed(
@@ -227,18 +254,29 @@ def renewed(
         known = isinstance(old, Diagonal) and old.v.shape == v.shape
         before = cast(Diagonal, old).v if known else v
         fine = v.isfinite().all()
-        P = Diagonal(torch.where(fine, decay * before + (1 - decay) * v, before if known else 0), power, alone=alone)
+        P = Diagonal(
+            torch.where(fine, decay * before + (1 - decay) * v, before if known else 0),
+            power,
+            alone=alone,
+        )
         return _ready(P), fine
     assert isinstance(U, Implicit | Windows)
     seen = _outputs(U, total, ranks), _inputs(U, total, ranks, generator.initial_seed())
     fine = seen[0].trace.isfinite() & seen[1].trace.isfinite()  # both sides or none
 
     def factor(side: Moment, before: Factor | None) -> Factor:
-        alike = before is not None and before.V.shape == (*side.X.shape[:2], min(rank, side.X.shape[1]))
+        alike = before is not None and before.V.shape == (
+            *side.X.shape[:2],
+            min(rank, side.X.shape[1]),
+        )
         return updated(before if alike else None, side, rank, decay, generator, fine)
 
     G, A = (old.G, old.A) if isinstance(old, Kronecker) else (None, None)
-    return _ready(Kronecker(factor(seen[0], G), factor(seen[1], A), power, noise(precision), alone=alone)), fine.all()
+    return _ready(
+        Kronecker(
+            factor(seen[0], G), factor(seen[1], A), power, noise(precision), alone=alone
+        )
+    ), fine.all()
 
 
 def _ready(P: T) -> T:
@@ -254,17 +292,23 @@ def _outputs(U: Implicit | Windows, total: Total, ranks: int = 1) -> Moment:
     return Moment(_side_by_side(G), total, 1 / ranks)
 
 
-def _inputs(U: Implicit | Windows, total: Total, ranks: int = 1, seed: int = 0) -> Moment:
+def _inputs(
+    U: Implicit | Windows, total: Total, ranks: int = 1, seed: int = 0
+) -> Moment:
     """C_A of so many samples, evenly spread, that it has COLUMNS for each row; in float64 of all.
 
     Positions of an image are many and alike, and their second moment would cost more than the layer itself. It is samples that
     are left out: of positions, those at the border would no longer have their share. The seed says which is the first.
     """
-    spare = 1 if U.dtype == torch.float64 else U.samples * U.rank // (COLUMNS * U.shape[2])
+    spare = (
+        1 if U.dtype == torch.float64 else U.samples * U.rank // (COLUMNS * U.shape[2])
+    )
     every = max(1, min(spare, U.samples // SAMPLES))
     taken = slice(seed % every, None, every)
     X = _side_by_side(U.A[taken]) if isinstance(U, Implicit) else U.inputs(taken)[None]
-    return Moment(X, total, U.rank / max(1, X.shape[2]) / ranks)  # Σ over positions, mean over samples
+    return Moment(
+        X, total, U.rank / max(1, X.shape[2]) / ranks
+    )  # Σ over positions, mean over samples
 
 
 def _side_by_side(X: Tensor) -> Tensor:
@@ -279,7 +323,9 @@ def numbers(shape: Shape, metric: Metric, rank: int, alone: bool) -> int:
     exponents = len(ALONE if alone else EXPONENTS)
     each = 1 + exponents
     kronecker = h * (n_G * r_G + n_A * r_A + each * (r_G + r_A) + 2 + exponents) + 2
-    return {"identity": 0, "kronecker": kronecker, "diagonal": each * math.prod(shape)}[metric]
+    return {"identity": 0, "kronecker": kronecker, "diagonal": each * math.prod(shape)}[
+        metric
+    ]
 
 
 def kept(base: Base | None, metric: str, power: float) -> bool:

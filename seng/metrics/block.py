@@ -39,17 +39,31 @@ class Block:
     patience: int = 0  # refreshes until it is asked again whether few directions do, where they did not
     base: Kronecker | Diagonal | None = None  # P; None: I
     graft: bool = False  # whether directions are scaled to the length of the gradient
-    failures: Tensor = field(init=False)  # solves that fell back to the plain gradient; on the device, so that no step waits
-    sketch_error: Tensor | None = field(init=False, default=None)  # of a merged basis: see `numerics.deviation`
-    core: tuple[float, Tensor, Tensor] | None = field(init=False, default=None)  # (damping, λ, (λI + K)⁻¹)
-    bound: float | None = field(init=False, default=None)  # the damping that bounds a P that is alone; None: to be done
+    failures: Tensor = field(
+        init=False
+    )  # solves that fell back to the plain gradient; on the device, so that no step waits
+    sketch_error: Tensor | None = field(
+        init=False, default=None
+    )  # of a merged basis: see `numerics.deviation`
+    core: tuple[float, Tensor, Tensor] | None = field(
+        init=False, default=None
+    )  # (damping, λ, (λI + K)⁻¹)
+    bound: float | None = field(
+        init=False, default=None
+    )  # the damping that bounds a P that is alone; None: to be done
 
     def __post_init__(self) -> None:
         self.Xi = self.omega.of(self.U)
         self.failures = torch.zeros((), dtype=torch.int64, device=self.gram.device)
 
     def renewed(
-        self, U: Operator, omega: Omega, gram: Tensor, top: Tensor, relative: bool, base: Base | None = None
+        self,
+        U: Operator,
+        omega: Omega,
+        gram: Tensor,
+        top: Tensor,
+        relative: bool,
+        base: Base | None = None,
     ) -> list[tuple[Tensor, Tensor]] | None:
         """What to copy into which of its tensors to make it that of another U; None where their shapes are others.
 
@@ -57,14 +71,31 @@ class Block:
         """
         if not gram.is_cuda:
             return None
-        alike = isinstance(omega, Identity) and isinstance(self.omega, Identity) and signature(U) == signature(self.U)
+        alike = (
+            isinstance(omega, Identity)
+            and isinstance(self.omega, Identity)
+            and signature(U) == signature(self.U)
+        )
         ours, theirs = ([] if b is None else b.tensors() for b in (self.base, base))
-        alike = alike and _kind(self.base) == _kind(base) and [t.shape for t in ours] == [t.shape for t in theirs]
-        if not alike or (gram.shape, gram.dtype, relative) != (self.gram.shape, self.gram.dtype, self.relative):
+        alike = (
+            alike
+            and _kind(self.base) == _kind(base)
+            and [t.shape for t in ours] == [t.shape for t in theirs]
+        )
+        if not alike or (gram.shape, gram.dtype, relative) != (
+            self.gram.shape,
+            self.gram.dtype,
+            self.relative,
+        ):
             return None
-        self.core = None if self.core is None else (math.nan, *self.core[1:])  # to be written to as well
+        self.core = (
+            None if self.core is None else (math.nan, *self.core[1:])
+        )  # to be written to as well
         self.bound = None
-        own, new = [*self.U.tensors(), self.gram, self.top, *ours], [*U.tensors(), gram, top, *theirs]
+        own, new = (
+            [*self.U.tensors(), self.gram, self.top, *ours],
+            [*U.tensors(), gram, top, *theirs],
+        )
         return [(to, t) for to, t in zip(own, new, strict=True) if to is not t]
 
     def bind(self, damping: float) -> None:
@@ -106,7 +137,9 @@ class Block:
         correction, fine = self._correction(g, inverse)
         d = g - correction
         if g.dtype == torch.float64 and not isinstance(self.U, Independent):
-            residual = g - d - self.U.mv(self.Xi.rmv(self.omega(d)) / lam)  # of (I + UΞᵀΩ/λ) d = g
+            residual = (
+                g - d - self.U.mv(self.Xi.rmv(self.omega(d)) / lam)
+            )  # of (I + UΞᵀΩ/λ) d = g
             residual = torch.where(fine & residual.isfinite().all(), residual, 0)
             d = d + residual - self._correction(residual, inverse)[0]
         return d, fine
@@ -129,29 +162,50 @@ def _kind(base: Base | None) -> tuple[object, ...]:
     return type(base), getattr(base, "power", None), getattr(base, "noise", None)
 
 
-def factorize(dampings: Sequence[tuple[Block, float]], run: Callable[..., list[Tensor]] = directly) -> None:
+def factorize(
+    dampings: Sequence[tuple[Block, float]], run: Callable[..., list[Tensor]] = directly
+) -> None:
     """(λI + K)⁻¹ for every block whose λ has changed, those of one size at once."""
-    stale: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[Block, float]]] = defaultdict(list)
+    stale: defaultdict[
+        tuple[int, torch.dtype, torch.device], list[tuple[Block, float]]
+    ] = defaultdict(list)
     for block, damping in dampings:
         if block.core is None or block.core[0] != damping:
-            stale[len(block.gram), block.gram.dtype, block.gram.device].append((block, damping))
+            stale[len(block.gram), block.gram.dtype, block.gram.device].append(
+                (block, damping)
+            )
     for same in stale.values():
         K = torch.stack([block.gram for block, _ in same])
-        lam = send(torch.tensor([damping for _, damping in same], dtype=K.dtype, device="cpu"), K.device)
-        relative = send(torch.tensor([block.relative for block, _ in same], device="cpu"), K.device)
+        lam = send(
+            torch.tensor([damping for _, damping in same], dtype=K.dtype, device="cpu"),
+            K.device,
+        )
+        relative = send(
+            torch.tensor([block.relative for block, _ in same], device="cpu"), K.device
+        )
         tops = torch.stack([block.top for block, _ in same])
         lam, cores = run(_inverses, K, lam, relative, tops)
         pairs: list[tuple[Tensor, Tensor]] = []
-        for (block, damping), one, core in zip(same, lam.unbind(), cores.unbind(), strict=True):
-            if block.core is not None and math.isnan(block.core[0]):  # what is there is to be written to
+        for (block, damping), one, core in zip(
+            same, lam.unbind(), cores.unbind(), strict=True
+        ):
+            if block.core is not None and math.isnan(
+                block.core[0]
+            ):  # what is there is to be written to
                 pairs += (block.core[1], one), (block.core[2], core)
                 block.core = damping, *block.core[1:]
             else:
-                block.core = damping, one.clone(), core.clone()  # without those of the others
+                block.core = (
+                    damping,
+                    one.clone(),
+                    core.clone(),
+                )  # without those of the others
         write(pairs)
 
 
-def _inverses(K: Tensor, lam: Tensor, relative: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
+def _inverses(
+    K: Tensor, lam: Tensor, relative: Tensor, tops: Tensor
+) -> tuple[Tensor, Tensor]:
     """λ and (λI + K)⁻¹; in float64 whatever the precision of U: the error of b enters d times λ_max/λ."""
     lam = torch.where(relative, torch.where(tops > 0, lam * tops, 1), lam)
     K, scale = K.to(widest(K)), lam.to(widest(K))[:, None, None]

@@ -14,7 +14,17 @@ Blocks = Literal["layer", "network"]
 Metric = Literal["identity", "kronecker", "diagonal"]
 Units = Literal["sgd", "paper"]
 BASE_RANK = 32  # where SENG chooses: more costs more and gained nothing on digits and the small race
-PLAIN_REFUSES = ("samples", "sketch", "combine", "decay", "fisher", "blocks", "memory", "base", "graft")  # what it would ignore
+PLAIN_REFUSES = (
+    "samples",
+    "sketch",
+    "combine",
+    "decay",
+    "fisher",
+    "blocks",
+    "memory",
+    "base",
+    "graft",
+)  # what it would ignore
 
 
 @dataclass(frozen=True)
@@ -82,58 +92,96 @@ class Curvature:
                 )
         _one_of("base", self.base, get_args(Metric))
         if self.rank is not None:
-            _integer("rank", self.rank, least=1 if self.base == "identity" else 0)  # with a base, 0 leaves P alone
+            _integer(
+                "rank", self.rank, least=1 if self.base == "identity" else 0
+            )  # with a base, 0 leaves P alone
         _integer("base_rank", self.base_rank)
-        if isinstance(self.power, bool) or not (isinstance(self.power, int | float) and 0 < self.power <= 1):
-            raise ValueError(f"Curvature: power is the p of C^p, above 0 and at most 1, not {self.power!r}")
+        if isinstance(self.power, bool) or not (
+            isinstance(self.power, int | float) and 0 < self.power <= 1
+        ):
+            raise ValueError(
+                f"Curvature: power is the p of C^p, above 0 and at most 1, not {self.power!r}"
+            )
         if not (self.graft is None or isinstance(self.graft, bool)):
-            raise ValueError(f"Curvature: graft is True, False or None, not {self.graft!r}")
+            raise ValueError(
+                f"Curvature: graft is True, False or None, not {self.graft!r}"
+            )
         if self.graft and self.blocks == "network":
-            raise ValueError("Curvature: graft=True gives each layer its gradient's length; use blocks='layer' with it")
+            raise ValueError(
+                "Curvature: graft=True gives each layer its gradient's length; use blocks='layer' with it"
+            )
         if self.form == "plain":
             default = {f.name: f.default for f in fields(self)}
-            idle = [name for name in PLAIN_REFUSES if getattr(self, name) != default[name]]
+            idle = [
+                name for name in PLAIN_REFUSES if getattr(self, name) != default[name]
+            ]
             if idle:
                 raise ValueError(
                     f"Curvature: form='plain' keeps no curvature; leave out {', '.join(idle)}, or choose another form"
                 )
-        if self.base != "identity" and (self.blocks == "network" or self.combine == "independent"):
-            asked = "blocks='network'" if self.blocks == "network" else "combine='independent'"
-            raise ValueError(f"Curvature: base={self.base!r} is a metric of each layer's own; {asked} has base='identity' only")
+        if self.base != "identity" and (
+            self.blocks == "network" or self.combine == "independent"
+        ):
+            asked = (
+                "blocks='network'"
+                if self.blocks == "network"
+                else "combine='independent'"
+            )
+            raise ValueError(
+                f"Curvature: base={self.base!r} is a metric of each layer's own; {asked} has base='identity' only"
+            )
         if self.samples is not None:
             _integer("samples", self.samples)
         if self.sketch is not None and not isinstance(self.sketch, Sketch):
-            raise TypeError(f"Curvature: sketch is None or one of seng.sketch, such as Rows(256), not {self.sketch!r}")
-        if self.decay is not None and not (isinstance(self.decay, int | float) and 0 <= self.decay < 1):
+            raise TypeError(
+                f"Curvature: sketch is None or one of seng.sketch, such as Rows(256), not {self.sketch!r}"
+            )
+        if self.decay is not None and not (
+            isinstance(self.decay, int | float) and 0 <= self.decay < 1
+        ):
             raise ValueError(f"Curvature: decay must lie in [0, 1), not {self.decay!r}")
         if self.averaging > 0 and self.form not in ("auto", "merged"):
             raise ValueError(
                 f"Curvature: only the merged form can accumulate curvature; with form={self.form!r} use decay=0, "
                 f"not decay={self.decay!r}"
             )
-        if self.combine == "independent" and (self.form not in ("auto", "implicit") or self.averaging > 0):
+        if self.combine == "independent" and (
+            self.form not in ("auto", "implicit") or self.averaging > 0
+        ):
             raise ValueError(
                 "Curvature: combine='independent' (eq. 23) is the implicit form's; use form='implicit' or 'auto' with "
                 f"decay=0, not form={self.form!r} with decay={self.decay!r}"
             )
         if self.combine == "independent" and self.blocks == "network":
-            raise ValueError("Curvature: combine='independent' (eq. 23) is made layer by layer; use blocks='layer' with it")
+            raise ValueError(
+                "Curvature: combine='independent' (eq. 23) is made layer by layer; use blocks='layer' with it"
+            )
         if not isinstance(self.relative_damping, bool):
-            raise ValueError(f"Curvature: relative_damping is True or False, not {self.relative_damping!r}")
+            raise ValueError(
+                f"Curvature: relative_damping is True or False, not {self.relative_damping!r}"
+            )
         if self.memory is not None:
             fraction = isinstance(self.memory, float) and 0 < self.memory <= 1
             if not (fraction or (type(self.memory) is int and self.memory > 0)):
-                raise ValueError(f"Curvature: memory is bytes (an int) or a fraction in (0, 1], not {self.memory!r}")
+                raise ValueError(
+                    f"Curvature: memory is bytes (an int) or a fraction in (0, 1], not {self.memory!r}"
+                )
 
         if self.traffic is not None and not (
-            isinstance(self.traffic, int | float) and not isinstance(self.traffic, bool) and self.traffic > 0
+            isinstance(self.traffic, int | float)
+            and not isinstance(self.traffic, bool)
+            and self.traffic > 0
         ):
-            raise ValueError(f"Curvature: traffic is a positive number of gradients per step, not {self.traffic!r}")
+            raise ValueError(
+                f"Curvature: traffic is a positive number of gradients per step, not {self.traffic!r}"
+            )
 
     @property
     def assumed(self) -> Loss:
         """The loss at the output, where `fisher` asks for one."""
-        return self.loss or ("squares" if self.fisher == "gauss-newton" else "cross-entropy")
+        return self.loss or (
+            "squares" if self.fisher == "gauss-newton" else "cross-entropy"
+        )
 
     @property
     def none(self) -> bool:
@@ -150,14 +198,20 @@ class Curvature:
         """The decay that acts."""
         if self.decay is not None:
             return self.decay
-        return 0.8 if self.form in ("auto", "merged") and self.combine == "exact" else 0.0
+        return (
+            0.8 if self.form in ("auto", "merged") and self.combine == "exact" else 0.0
+        )
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"Curvature: unknown {name} {value!r}; use one of {', '.join(map(repr, allowed))}")
+        raise ValueError(
+            f"Curvature: unknown {name} {value!r}; use one of {', '.join(map(repr, allowed))}"
+        )
 
 
 def _integer(name: str, value: Any, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"Curvature: {name} must be an integer of at least {least}, not {value!r}")
+        raise ValueError(
+            f"Curvature: {name} must be an integer of at least {least}, not {value!r}"
+        )

@@ -19,8 +19,13 @@ from seng.linalg.numerics import OVERSAMPLE, SMALL, eigh, orthonormal, widest
 from seng.linalg.operators import product, wide
 
 FLOOR = 1e-3  # of the mean eigenvalue, the least that counts: inputs never active would be stepped along without bound
-UNSEEN = 1e-6  # of the largest eigenvalue: what is below was in no sample, up to rounding
-FIRST, LATER = 6, 2  # products of a range finder: it begins at random, later ones where the last one ended
+UNSEEN = (
+    1e-6  # of the largest eigenvalue: what is below was in no sample, up to rounding
+)
+FIRST, LATER = (
+    6,
+    2,
+)  # products of a range finder: it begins at random, later ones where the last one ended
 GRAM = 8192  # rows n up to which a batch's xxᵀ is worked out once, for a moment, where there are as many columns
 
 EVERY = torch.tensor(math.inf)
@@ -49,7 +54,9 @@ class Factor:
 
     def times(self, Z: Tensor) -> Tensor:
         """CZ of Z (h, n, w)."""
-        return self.rest[:, None, None] * Z + self.V @ ((self.s - self.rest[:, None])[:, :, None] * (self.V.mT @ Z))
+        return self.rest[:, None, None] * Z + self.V @ (
+            (self.s - self.rest[:, None])[:, :, None] * (self.V.mT @ Z)
+        )
 
     @property
     def average(self) -> Tensor:
@@ -57,7 +64,9 @@ class Factor:
         h, n, _ = self.V.shape
         return self.trace.sum() / (h * n)
 
-    def eigenvalues(self, power: float, noise: float = 0.0, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def eigenvalues(
+        self, power: float, noise: float = 0.0, least: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Those of max(C, floor)^power, V's (h, r) and all others' (h,), for C of mean eigenvalue 1; all 1 where C is zero.
 
         `least`: what the floor is at least. A C whose eigenvalues are all below it counts as a multiple of I.
@@ -68,10 +77,14 @@ class Factor:
         floor = floor if least is None else torch.maximum(floor, least.clamp_max(h * n))
         floor = torch.where(mean > 0, floor, 1)
         mean = torch.where(mean > 0, mean, 1)
-        kept, others = (torch.maximum(e / mean, floor) ** power for e in (self.s, self.rest))
+        kept, others = (
+            torch.maximum(e / mean, floor) ** power for e in (self.s, self.rest)
+        )
         return kept, others
 
-    def powers(self, power: float, noise: float, least: Tensor) -> tuple[Tensor, Tensor]:
+    def powers(
+        self, power: float, noise: float, least: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The same, brought to a mean of 1: so what is a multiple of I is I to the last digit."""
         kept, others = self.eigenvalues(power, noise, least)
         unit = self.mean(kept, others).mean()
@@ -150,17 +163,27 @@ class Moment:
         """XXᵀZ of Z (h, n, w)."""
         if self._once:
             out = self._local @ Z
-        elif self.X.shape[1] <= GRAM:  # few columns, which need not be kept in half precision
+        elif (
+            self.X.shape[1] <= GRAM
+        ):  # few columns, which need not be kept in half precision
             X = self.X.to(Z.dtype)
             out = X @ (X.mT @ Z) * self.scale
         else:
-            out = product(self.X, product(self.X.mT, Z.to(self.X.dtype)).to(self.X.dtype)) * self.scale
+            out = (
+                product(self.X, product(self.X.mT, Z.to(self.X.dtype)).to(self.X.dtype))
+                * self.scale
+            )
         self.total([out])
         return out
 
 
 def updated(
-    old: Factor | None, seen: Moment, rank: int, decay: float, generator: torch.Generator, fine: Tensor | None = None
+    old: Factor | None,
+    seen: Moment,
+    rank: int,
+    decay: float,
+    generator: torch.Generator,
+    fine: Tensor | None = None,
 ) -> Factor:
     """δC + (1 − δ)XXᵀ, at most `rank` of its leading directions; XXᵀ itself where there is nothing yet.
 
@@ -169,7 +192,9 @@ def updated(
     dtype, device = wide(seen.X.dtype), seen.X.device
     h, n, _ = seen.X.shape
     fine = (seen.trace.isfinite() if fine is None else fine)[:, None, None]
-    count = seen.count * fine.all() + (0 if old is None or not decay else old.count.to(seen.count))
+    count = seen.count * fine.all() + (
+        0 if old is None or not decay else old.count.to(seen.count)
+    )
     new = (1 - decay if old is not None else 1.0) * fine.to(dtype)
     keep = 1 - new
 
@@ -191,8 +216,12 @@ def updated(
         Z = _basis(times(Z))
     s, V = _ordered(Z, Z.mT @ times(Z))
     s, V = s[:, :rank], V[:, :, :rank].contiguous()
-    trace = mixed(0.0 if old is None else old.trace[:, None, None], seen.trace[:, None, None])[:, 0, 0]
-    return Factor(V, s, ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0) * (rank < n), count)
+    trace = mixed(
+        0.0 if old is None else old.trace[:, None, None], seen.trace[:, None, None]
+    )[:, 0, 0]
+    return Factor(
+        V, s, ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0) * (rank < n), count
+    )
 
 
 def _basis(Z: Tensor) -> Tensor:

@@ -41,7 +41,9 @@ class Moments:
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = sites
         self.sums: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self.counts: dict[int, Counter[int]] = {}  # backward -> how many calls of layers saw so many samples
+        self.counts: dict[
+            int, Counter[int]
+        ] = {}  # backward -> how many calls of layers saw so many samples
 
     def clear(self) -> None:
         self.sums.clear()
@@ -60,7 +62,9 @@ class Moments:
         pair = G * ((B / scale) ** 2 / positions), A / B
         return pair if all(bool(x.isfinite().all()) for x in pair) else None
 
-    def receive(self, task: int, index: int, training: bool, own: bool, a: Tensor, g: Tensor) -> None:
+    def receive(
+        self, task: int, index: int, training: bool, own: bool, a: Tensor, g: Tensor
+    ) -> None:
         """Called inside the backward, once per call of a layer: the calls' positions add up."""
         site, (member,) = self.sites[index], self.sites[index].members
         if not any(accumulates(s.param) for s in site.active()):
@@ -74,18 +78,30 @@ class Moments:
         seen = member.kind.rule(member.module, a, g)  # Ĝ (ϱ, n_G, κ), Â (ϱ, n_A, κ)
         assert isinstance(seen, tuple)
         # As rows (ϱκ, n_G) and (ϱκ, n_A), and wide: half precision is enough for a and g, not for sums of their products.
-        G, A = ((x.mT.flatten(0, 1) if x.dim() == 3 else x).to(site.dtype) for x in seen)
+        G, A = (
+            (x.mT.flatten(0, 1) if x.dim() == 3 else x).to(site.dtype) for x in seen
+        )
         names = [s.name for s in site.segments]
-        fresh = G.T @ G, _gram(A if "weight" in names else A[:, :0], "bias" in names), len(G)
+        fresh = (
+            G.T @ G,
+            _gram(A if "weight" in names else A[:, :0], "bias" in names),
+            len(G),
+        )
         waiting = self.sums.get(index)
-        self.sums[index] = fresh if waiting is None else (waiting[0] + fresh[0], waiting[1] + fresh[1], waiting[2] + fresh[2])
+        self.sums[index] = (
+            fresh
+            if waiting is None
+            else (waiting[0] + fresh[0], waiting[1] + fresh[1], waiting[2] + fresh[2])
+        )
 
     def _stale(self) -> bool:
         """Whether the gradients that belong to the sums are gone, as after a step that was skipped."""
         grads = [s.param.grad for i in self.sums for s in self.sites[i].active()]
         if any(g is not None and bool(g.any()) for g in grads):
             return False
-        return all(g is None for g in grads) or any(bool(G.any()) for G, _, _ in self.sums.values())
+        return all(g is None for g in grads) or any(
+            bool(G.any()) for G, _, _ in self.sums.values()
+        )
 
 
 def _gram(A: Tensor, ones: bool) -> Tensor:
@@ -100,15 +116,23 @@ def _gram(A: Tensor, ones: bool) -> Tensor:
 def damped_inverses(G: Tensor, A: Tensor, damping: float) -> Pair | None:
     """(G + √λ/π I)⁻¹ and (A + π√λ I)⁻¹ with π² = (tr A / n_A) / (tr G / n_G); None where there are none."""
     pi = (A.trace() / len(A) / (G.trace() / len(G))).sqrt()
-    pi = torch.where(pi.isfinite() & (pi > 0), pi, 1.0)  # a layer without gradients, or without inputs
+    pi = torch.where(
+        pi.isfinite() & (pi > 0), pi, 1.0
+    )  # a layer without gradients, or without inputs
     inverses = _inverse(G, damping**0.5 / pi), _inverse(A, damping**0.5 * pi)
-    return None if inverses[0] is None or inverses[1] is None else (inverses[0], inverses[1])
+    return (
+        None
+        if inverses[0] is None or inverses[1] is None
+        else (inverses[0], inverses[1])
+    )
 
 
 def _inverse(M: Tensor, shift: Tensor) -> Tensor | None:
     """(M + shift·I)⁻¹; a shift that is lost in rounding grows until the Cholesky factorization exists."""
     for _ in range(6):
-        L, info = torch.linalg.cholesky_ex(M + shift * torch.eye(len(M), dtype=M.dtype, device=M.device))
+        L, info = torch.linalg.cholesky_ex(
+            M + shift * torch.eye(len(M), dtype=M.dtype, device=M.device)
+        )
         if not info and bool((inverse := torch.cholesky_inverse(L)).isfinite().all()):
             return inverse
         shift = torch.maximum(10 * shift, torch.finfo(M.dtype).eps * M.trace())

@@ -21,14 +21,25 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can be had on the device now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            free
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(
+            int(line.split()[1]) * 1024
+            for line in lines
+            if line.startswith("MemAvailable")
+        )
     except (OSError, StopIteration):
         free = 4 * 2**30  # a system that does not say
     try:  # a container may have less
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{what}").read_text().strip() for what in ("max", "current"))
+        limit, used = (
+            Path(f"/sys/fs/cgroup/memory.{what}").read_text().strip()
+            for what in ("max", "current")
+        )
         return free if limit == "max" else min(free, int(limit) - int(used))
     except (OSError, ValueError):
         return free

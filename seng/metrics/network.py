@@ -42,7 +42,10 @@ def build(jobs: Sequence[Job], curvature: Curvature) -> list[Block | None]:
     if jobs[0].plan.form == "merged":
         _merge(jobs, curvature)
     largest = top(jobs[0].gram[None])[0].to(K.dtype)
-    return [Block(job.U, job.omega, job.gram, largest, curvature.relative_damping) for job in jobs]
+    return [
+        Block(job.U, job.omega, job.gram, largest, curvature.relative_damping)
+        for job in jobs
+    ]
 
 
 def _tie(jobs: Sequence[Job]) -> None:
@@ -55,7 +58,11 @@ def _tie(jobs: Sequence[Job]) -> None:
 def _merge(jobs: Sequence[Job], curvature: Curvature) -> None:
     """U_l becomes U_lV_k, and with what was there before [√δ·U_old, √(1−δ)·U_new]W_k."""
     k = jobs[0].plan.rank
-    _reduce(jobs, [job.U.explicit().U.T for job in jobs] if k >= len(jobs[0].gram) else None, k)
+    _reduce(
+        jobs,
+        [job.U.explicit().U.T for job in jobs] if k >= len(jobs[0].gram) else None,
+        k,
+    )
     olds = [job.previous.U if job.previous is not None else None for job in jobs]
     alike = {old.samples if isinstance(old, Merged) else 0 for old in olds}
     if curvature.averaging and len(alike) == 1 and 0 not in alike:
@@ -63,7 +70,10 @@ def _merge(jobs: Sequence[Job], curvature: Curvature) -> None:
         stacks = []
         for job, old in zip(jobs, olds, strict=True):
             assert old is not None
-            parts = delta**0.5 * old.explicit().U.T.to(job.gram.dtype), (1 - delta) ** 0.5 * job.U.explicit().U.T
+            parts = (
+                delta**0.5 * old.explicit().U.T.to(job.gram.dtype),
+                (1 - delta) ** 0.5 * job.U.explicit().U.T,
+            )
             stacks.append(torch.cat(parts))
             job.gram = stacks[-1] @ stacks[-1].T
         _tie(jobs)
@@ -74,10 +84,23 @@ def _reduce(jobs: Sequence[Job], rows: list[Tensor] | None, k: int) -> None:
     """Combinations of U's columns along the k leading directions of the Gram; `rows` has U_lᵀ where that is at hand."""
     K = jobs[0].gram
     every = k >= len(K)
-    V = spectrum(K[None], k, start(K[None], k, jobs[0].generator))[1][0].to(K.dtype) if not every else None
+    V = (
+        spectrum(K[None], k, start(K[None], k, jobs[0].generator))[1][0].to(K.dtype)
+        if not every
+        else None
+    )
     for i, job in enumerate(jobs):
-        Y = job.U.combine(V) if rows is None else rows[i] if V is None else V.T @ rows[i]  # type: ignore[arg-type]
-        job.U, job.omega = Merged.of(Y.to(K.dtype).contiguous(), job.U.shape), Identity()
+        Y = (
+            job.U.combine(V)  # type: ignore[arg-type]
+            if rows is None
+            else rows[i]
+            if V is None
+            else V.T @ rows[i]
+        )
+        job.U, job.omega = (
+            Merged.of(Y.to(K.dtype).contiguous(), job.U.shape),
+            Identity(),
+        )
         job.gram = job.U.gram()
     _tie(jobs)
 
@@ -104,27 +127,43 @@ class Whole(OneByOne):
         gs = [s.site.gather(s.active, grads, s.block.gram.dtype) for s in solves]
         ds, fine = _corrected(solves, gs)
         exact = not any(isinstance(s.block.U, Independent) for s in solves)
-        if gs[0].dtype == torch.float64 and exact:  # refined once, as in `Block.attempt`
+        if (
+            gs[0].dtype == torch.float64 and exact
+        ):  # refined once, as in `Block.attempt`
             c = _projected(solves, ds) / solves[0].lam
-            rest = [g - d - s.block.U.mv(c) for s, g, d in zip(solves, gs, ds, strict=True)]
-            more = _corrected(solves, [torch.where(fine & r.isfinite().all(), r, 0) for r in rest])[0]
+            rest = [
+                g - d - s.block.U.mv(c) for s, g, d in zip(solves, gs, ds, strict=True)
+            ]
+            more = _corrected(
+                solves, [torch.where(fine & r.isfinite().all(), r, 0) for r in rest]
+            )[0]
             ds = [d + r for d, r in zip(ds, more, strict=True)]
         out: dict[nn.Parameter, Tensor] = {}
         for s, d in zip(solves, ds, strict=True):
             s.block.failures += ~fine
-            out |= {p: part.to(p.dtype) for p, part in s.site.scatter(s.active, d).items() if p in grads}
+            out |= {
+                p: part.to(p.dtype)
+                for p, part in s.site.scatter(s.active, d).items()
+                if p in grads
+            }
         return out
 
 
 def _projected(solves: Sequence[Solve], zs: Sequence[Tensor]) -> Tensor:
     """Σ_l Ξ_lᵀΩ_lz_l."""
-    return torch.stack([s.block.Xi.rmv(s.block.omega(z)) for s, z in zip(solves, zs, strict=True)]).sum(0)
+    return torch.stack(
+        [s.block.Xi.rmv(s.block.omega(z)) for s, z in zip(solves, zs, strict=True)]
+    ).sum(0)
 
 
-def _corrected(solves: Sequence[Solve], gs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+def _corrected(
+    solves: Sequence[Solve], gs: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor]:
     """g − Ub, and whether b is finite; where it is not, g."""
     inverse = solves[0].inverse
     b = inverse @ _projected(solves, gs).to(inverse.dtype)
     fine = b.isfinite().all()
     b = torch.where(fine, b, 0)
-    return [g - s.block.U.mv(b.to(g.dtype)) for s, g in zip(solves, gs, strict=True)], fine
+    return [
+        g - s.block.U.mv(b.to(g.dtype)) for s, g in zip(solves, gs, strict=True)
+    ], fine

@@ -32,7 +32,11 @@ def grams(Us: Sequence[Operator], run: Run) -> list[Tensor]:
     """UᵀU of each, several at once as long as that is not too much for one recording."""
     batches: list[list[Operator]] = []
     for U in Us:
-        if batches and _alike(U, batches[-1][0]) and U.bytes + sum(V.bytes for V in batches[-1]) <= LARGE // 2:
+        if (
+            batches
+            and _alike(U, batches[-1][0])
+            and U.bytes + sum(V.bytes for V in batches[-1]) <= LARGE // 2
+        ):
             batches[-1].append(U)
         else:
             batches.append([U])
@@ -49,7 +53,9 @@ def _grams(*Us: Operator) -> tuple[Tensor]:
     return (torch.stack([U.gram() for U in Us]),)
 
 
-def build(jobs: Sequence[Job], curvature: Curvature, run: Run = directly) -> list[Block | None]:
+def build(
+    jobs: Sequence[Job], curvature: Curvature, run: Run = directly
+) -> list[Block | None]:
     """A block per job, or None where U has no columns or numbers that are not finite."""
     for job in jobs:
         with job.timer:
@@ -59,11 +65,20 @@ def build(jobs: Sequence[Job], curvature: Curvature, run: Run = directly) -> lis
         job.gram = K
     groups = _by_size([job for job in jobs if len(job.gram)])
     counted = [job for job in jobs if job.previous is not None]
-    failures = [job.previous.failures[None] for job in counted if job.previous is not None]
-    seen = read([*(_choices(same, curvature, run) for same in groups), *failures])  # the one look that every refresh takes
+    failures = [
+        job.previous.failures[None] for job in counted if job.previous is not None
+    ]
+    seen = read(
+        [*(_choices(same, curvature, run) for same in groups), *failures]
+    )  # the one look that every refresh takes
     for job, (failed,) in zip(counted, seen[len(groups) :], strict=True):
         job.failed = failed
-    alive = [(job, k) for same, ks in zip(groups, seen, strict=False) for job, k in zip(same, ks, strict=True) if k >= 0]
+    alive = [
+        (job, k)
+        for same, ks in zip(groups, seen, strict=False)
+        for job, k in zip(same, ks, strict=True)
+        if k >= 0
+    ]
     try:
         together(_settled(alive, curvature.averaging > 0), run)
         if curvature.averaging:
@@ -72,7 +87,9 @@ def build(jobs: Sequence[Job], curvature: Curvature, run: Run = directly) -> lis
         write([pair for _, pairs in built.values() for pair in pairs])
     except BaseException:
         for job, _ in alive:
-            if job.writes and job.previous is not None:  # half old and half new: it solves nothing until the next refresh
+            if (
+                job.writes and job.previous is not None
+            ):  # half old and half new: it solves nothing until the next refresh
                 job.previous.gram.fill_(torch.nan)
                 job.previous.core = None
         raise
@@ -106,7 +123,15 @@ def _choices(jobs: Sequence[Job], curvature: Curvature, run: Run) -> Tensor:
     widest = max((rank for rank in ranks if rank < m), default=0)
     exact = [float(job.plan.otherwise is not None) for job in jobs]
     tolerances = [job.tolerance for job in jobs]
-    numbers = _sent([[float(rank) for rank in ranks], [job.damping for job in jobs], exact, tolerances], K)
+    numbers = _sent(
+        [
+            [float(rank) for rank in ranks],
+            [job.damping for job in jobs],
+            exact,
+            tolerances,
+        ],
+        K,
+    )
     chosen, *found = (directly if one_by_one(K) else run)(
         _chosen,
         *(K, numbers, start(K, widest, jobs[0].generator if widest else None)),
@@ -120,7 +145,13 @@ def _choices(jobs: Sequence[Job], curvature: Curvature, run: Run) -> Tensor:
 
 
 def _chosen(
-    K: Tensor, numbers: Tensor, start: Tensor, *, widest: int, relative: bool, tolerant: bool
+    K: Tensor,
+    numbers: Tensor,
+    start: Tensor,
+    *,
+    widest: int,
+    relative: bool,
+    tolerant: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """How many directions, the largest eigenvalue, lengths, leading eigenvalues and directions of each of K (L, m, m)."""
     m = K.shape[-1]
@@ -131,55 +162,96 @@ def _chosen(
     K = torch.where(fine[:, None, None], K, 0)
     if not widest:
         none = K[:, :, :0]
-        return torch.where(fine, chosen, -1), tops.to(K.dtype), _lengths(K)[:, -1:], none[:, 0], none
+        return (
+            torch.where(fine, chosen, -1),
+            tops.to(K.dtype),
+            _lengths(K)[:, -1:],
+            none[:, 0],
+            none,
+        )
     values, V = spectrum(K, widest, start)
     small, V = V.mT @ K.to(V.dtype) @ V, V.to(K.dtype)
     lengths = torch.cat([_lengths(small.to(K.dtype)), _lengths(K)[:, -1:]], 1)
     if tolerant:
         lam = lam * tops if relative else lam
-        enough = truncation_errors(K, V, torch.where(lam > 0, lam, 1)) <= numbers[3, :, None]
-        first = torch.where(enough.any(1), enough.int().argmax(1) + 1, m)  # m: not even `widest` directions are enough
-        rounded = torch.minimum(2 ** first.clamp_min(8).log2().ceil().long(), chosen)  # so that few sizes come up
-        chosen = torch.where(chosen < m, torch.where(exact & (first > chosen), m, rounded), chosen)
+        enough = (
+            truncation_errors(K, V, torch.where(lam > 0, lam, 1)) <= numbers[3, :, None]
+        )
+        first = torch.where(
+            enough.any(1), enough.int().argmax(1) + 1, m
+        )  # m: not even `widest` directions are enough
+        rounded = torch.minimum(
+            2 ** first.clamp_min(8).log2().ceil().long(), chosen
+        )  # so that few sizes come up
+        chosen = torch.where(
+            chosen < m, torch.where(exact & (first > chosen), m, rounded), chosen
+        )
     return torch.where(fine, chosen, -1), tops.to(K.dtype), lengths, values, V
 
 
 def _average(jobs: Sequence[Job], curvature: Curvature, run: Run) -> None:
     """δM_old + (1 − δ)M_new, at most `rank` directions, less where eigenvalues are far below λ."""
-    together([task for job in jobs if (task := job.stack(curvature.averaging)) is not None], run)
+    together(
+        [task for job in jobs if (task := job.stack(curvature.averaging)) is not None],
+        run,
+    )
     groups, counts = _by_size(jobs), []
     for same in groups:
         K = torch.stack([job.gram for job in same])
         widest = max(job.plan.rank for job in same)
         kept, *found = (directly if one_by_one(K) else run)(
             _large_ones,
-            *(K, _sent([job.damping for job in same], K), start(K, widest, same[0].generator)),
+            *(
+                K,
+                _sent([job.damping for job in same], K),
+                start(K, widest, same[0].generator),
+            ),
             widest=widest,
             relative=curvature.relative_damping,
         )
         counts.append(kept)
         for job, *mine in zip(same, *(x.unbind() for x in found), strict=True):
             job.top, job.V = mine
-    patient = all(job.left and job.before == job.plan.rank for job in jobs)  # which spares the look
-    seen = [[job.before for job in same] for same in groups] if patient else read(counts)
+    patient = all(
+        job.left and job.before == job.plan.rank for job in jobs
+    )  # which spares the look
+    seen = (
+        [[job.before for job in same] for same in groups] if patient else read(counts)
+    )
     tasks = []
     for same, numbers in zip(groups, seen, strict=True):
         for job, count in zip(same, numbers, strict=True):
             if count < 0:  # what was kept before is not finite: it goes
                 job.begin_anew()
                 continue
-            k = job.before if patient else job.steady(min(1 << max(3, (count - 1).bit_length()), job.plan.rank))
-            job.patience = job.left - 1 if patient else PATIENCE if k == job.before == job.plan.rank else 0
+            k = (
+                job.before
+                if patient
+                else job.steady(
+                    min(1 << max(3, (count - 1).bit_length()), job.plan.rank)
+                )
+            )
+            job.patience = (
+                job.left - 1
+                if patient
+                else PATIENCE
+                if k == job.before == job.plan.rank
+                else 0
+            )
             tasks.append(job.truncate(k))
     together([task for task in tasks if task is not None], run)
 
 
-def _large_ones(K: Tensor, lam: Tensor, start: Tensor, *, widest: int, relative: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _large_ones(
+    K: Tensor, lam: Tensor, start: Tensor, *, widest: int, relative: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """How many eigenvalues of each of K are not negligible, or −1; the largest of them, and leading directions."""
     values, W = spectrum(K, widest, start)
     tops = top(K)
     lam = lam * tops if relative else lam
-    kept = (values >= (NEGLIGIBLE * lam[:, None] if K.dtype != torch.float64 else 0)).sum(1)
+    kept = (
+        values >= (NEGLIGIBLE * lam[:, None] if K.dtype != torch.float64 else 0)
+    ).sum(1)
     return torch.where(tops.isfinite(), kept, -1), tops.to(K.dtype), W.to(K.dtype)
 
 

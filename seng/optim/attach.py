@@ -20,14 +20,20 @@ from seng.tell.state import nested
 class Attachment:
     """The handle that `attach` returns."""
 
-    def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner, damping: float) -> None:
+    def __init__(
+        self, optimizer: Optimizer, preconditioner: Preconditioner, damping: float
+    ) -> None:
         self.preconditioner = preconditioner
         self.damping = damping  # may be changed at any time; acts at the next step
         self._optimizer = optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        closure = (
+            args[1] if len(args) > 1 else kwargs.get("closure")
+        )  # args[0] is the optimizer
         if closure is None:
             self._apply()
             return None
@@ -37,14 +43,18 @@ class Attachment:
             self._apply()
             return loss
 
-        return (args[0], preconditioned, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+        return (args[0], preconditioned, *args[2:]), {
+            k: v for k, v in kwargs.items() if k != "closure"
+        }
 
     @torch.no_grad()
     def _apply(self) -> None:
         params = _params(self._optimizer)
         if len(params) != len(self.preconditioner.trained):  # add_param_group
             self.preconditioner.cover(params)
-        found_inf = getattr(self._optimizer, "found_inf", None)  # a fused optimizer is called for a step that it then skips
+        found_inf = getattr(
+            self._optimizer, "found_inf", None
+        )  # a fused optimizer is called for a step that it then skips
         if found_inf is not None and found_inf.any():
             self.preconditioner.drop()
             return
@@ -86,14 +96,23 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """Damping and curvature; the optimizer's own state is saved through the optimizer."""
         sites, state = self.preconditioner.sites, self.preconditioner.state()
-        return {"damping": self.damping, "layers": {site.name: state[site.lead] for site in sites}}
+        return {
+            "damping": self.damping,
+            "layers": {site.name: state[site.lead] for site in sites},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.damping = state_dict["damping"]
         layers = {name: nested(entry) for name, entry in state_dict["layers"].items()}
         layers = {name: entry.get("seng", entry) for name, entry in layers.items()}
-        self.preconditioner.load_state({s.lead: layers[s.name] for s in self.preconditioner.sites if s.name in layers})
+        self.preconditioner.load_state(
+            {
+                s.lead: layers[s.name]
+                for s in self.preconditioner.sites
+                if s.name in layers
+            }
+        )
 
 
 def attach(
@@ -109,13 +128,19 @@ def attach(
 ) -> Attachment:
     """Precondition the gradients of any torch optimizer, in place, just before each of its steps."""
     if isinstance(optimizer, SENG):
-        raise TypeError("SENG preconditions its own gradients: attach is for other optimizers")
+        raise TypeError(
+            "SENG preconditions its own gradients: attach is for other optimizers"
+        )
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"attach takes a torch optimizer first and the module second, not {type(optimizer).__name__}")
+        raise TypeError(
+            f"attach takes a torch optimizer first and the module second, not {type(optimizer).__name__}"
+        )
     curvature = usual(module, strategy) if curvature is None else curvature
     check_options(curvature, refresh_every, units)
     if curvature.none:
-        raise ValueError("attach: Curvature(form='plain') keeps no curvature, so there would be nothing to attach")
+        raise ValueError(
+            "attach: Curvature(form='plain') keeps no curvature, so there would be nothing to attach"
+        )
     check_number("damping", damping, positive=True)
     preconditioner = Preconditioner(
         module,

@@ -54,23 +54,40 @@ class KFAC(Optimizer):
     ) -> None:
         if isinstance(params, nn.Module):
             if module is not None and module is not params:
-                raise ValueError("the first argument is a module and module=… is another: give one of them")
+                raise ValueError(
+                    "the first argument is a module and module=… is another: give one of them"
+                )
             module, params = params, list(params.parameters())
-        if not isinstance(refresh_every, int) or isinstance(refresh_every, bool) or refresh_every < 1:
-            raise ValueError(f"refresh_every is a number of steps, at least 1, not {refresh_every!r}")
+        if (
+            not isinstance(refresh_every, int)
+            or isinstance(refresh_every, bool)
+            or refresh_every < 1
+        ):
+            raise ValueError(
+                f"refresh_every is a number of steps, at least 1, not {refresh_every!r}"
+            )
         check_number("decay", decay)
         if decay >= 1:
-            raise ValueError(f"decay is below 1, not {decay!r}: nothing new would ever enter")
+            raise ValueError(
+                f"decay is below 1, not {decay!r}: nothing new would ever enter"
+            )
         self._module: nn.Module | None = None  # until the groups are there
         self._refresh_every, self._decay = refresh_every, decay
         self._steps = 0
         self._told: set[str] = set()  # parameters whose plain gradient was warned of
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, {**defaults, "damping": damping, "maximize": maximize})
         self._module = module
         self._cover()
         if module is None:
-            warn("no module was given, so every parameter takes the plain gradient and this is SGD; write KFAC(model, …)")
+            warn(
+                "no module was given, so every parameter takes the plain gradient and this is SGD; write KFAC(model, …)"
+            )
 
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -78,24 +95,44 @@ class KFAC(Optimizer):
     def _cover(self) -> None:
         """Look for the layers and hook them; the factors of those that were known before are in `state` and stay."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError("KFAC runs in one process: ranks with factors of their own would drift apart")
+            raise RuntimeError(
+                "KFAC runs in one process: ranks with factors of their own would drift apart"
+            )
         if any(map(is_sharded, self._params())):
-            raise RuntimeError("KFAC works on whole parameters, and these are DTensors, spread over a device mesh (FSDP2)")
+            raise RuntimeError(
+                "KFAC works on whole parameters, and these are DTensors, spread over a device mesh (FSDP2)"
+            )
         self._sites = [] if self._module is None else self._survey(self._module)
-        self._moments = Moments(self._sites)  # an object of its own, so that no cycle holds the optimizer
-        self._capture = Capture([site.members[0].module for site in self._sites], self._moments.receive)
+        self._moments = Moments(
+            self._sites
+        )  # an object of its own, so that no cycle holds the optimizer
+        self._capture = Capture(
+            [site.members[0].module for site in self._sites], self._moments.receive
+        )
         self._restart()
 
     def _survey(self, module: nn.Module) -> list[Site]:
         """The sites to cover; a warning tells of the parameters that have none."""
         if not set(self._params()) <= set(module.parameters()):
-            raise ValueError("some parameters are not the module's: pass the module that holds them as module=…")
+            raise ValueError(
+                "some parameters are not the module's: pass the module that holds them as module=…"
+            )
         sites, reasons = survey(module, self._params())
         plain = {site: why for site in sites if (why := why_plain(site))}
-        reasons |= {f"{s.owner.name}.{s.name}".lstrip("."): why for site, why in plain.items() for s in site.segments}
-        listed = [f"{name} ({why})" for name, why in reasons.items() if why != ON_REQUEST and name not in self._told]
+        reasons |= {
+            f"{s.owner.name}.{s.name}".lstrip("."): why
+            for site, why in plain.items()
+            for s in site.segments
+        }
+        listed = [
+            f"{name} ({why})"
+            for name, why in reasons.items()
+            if why != ON_REQUEST and name not in self._told
+        ]
         if len(plain) == len(sites):
-            raise ValueError(f"no layer of {type(module).__name__} is covered, so KFAC would be SGD: {', '.join(listed)}")
+            raise ValueError(
+                f"no layer of {type(module).__name__} is covered, so KFAC would be SGD: {', '.join(listed)}"
+            )
         if listed:
             self._told |= set(reasons)
             warn(f"these parameters take the plain gradient: {', '.join(listed)}")
@@ -104,9 +141,15 @@ class KFAC(Optimizer):
     def _restart(self) -> None:
         """Forget all but the factors."""
         self._moments.clear()
-        self._inverses: dict[nn.Parameter, tuple[Any, Pair | None]] = {}  # lead -> of what, (G⁻¹, A⁻¹)
-        self._excused = any(p.grad is not None for p in self._params())  # what was captured along with these is gone
-        self._owed = False  # whether a layer is in use that should have factors and has none
+        self._inverses: dict[
+            nn.Parameter, tuple[Any, Pair | None]
+        ] = {}  # lead -> of what, (G⁻¹, A⁻¹)
+        self._excused = any(
+            p.grad is not None for p in self._params()
+        )  # what was captured along with these is gone
+        self._owed = (
+            False  # whether a layer is in use that should have factors and has none
+        )
         self._capture.armed = self.refresh_due
 
     @property
@@ -118,7 +161,9 @@ class KFAC(Optimizer):
         """As torch's; layers of the module that were not trained before are covered too."""
         check_group({**self.defaults, **param_group})
         if "decay" in param_group:
-            raise ValueError("decay holds for the whole optimizer: give it to KFAC(…), not to a param group")
+            raise ValueError(
+                "decay holds for the whole optimizer: give it to KFAC(…), not to a param group"
+            )
         super().add_param_group(param_group)
         if self._module is not None:
             try:
@@ -140,7 +185,9 @@ class KFAC(Optimizer):
                 loss = closure()
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         if any(g.is_sparse for g in grads.values()):
-            raise RuntimeError("KFAC does not support sparse gradients; use sparse=False in the embedding")
+            raise RuntimeError(
+                "KFAC does not support sparse gradients; use sparse=False in the embedding"
+            )
         if not grads:
             return loss
         if self.refresh_due:
@@ -148,10 +195,19 @@ class KFAC(Optimizer):
         with torch.autocast(next(iter(grads)).device.type, enabled=False):
             directions = self._directions(grads)
         for group in self.param_groups:
-            update(self.state, group, [p for p in group["params"] if p in grads], directions)
+            update(
+                self.state,
+                group,
+                [p for p in group["params"] if p in grads],
+                directions,
+            )
         covered = {site for site in self._sites if self._factors(site)}
-        self._owed = any(site.in_use(grads) for site in self._sites if site not in covered)
-        self._steps += bool(covered)  # tools that step with zeros, to fill an optimizer's state, do not count
+        self._owed = any(
+            site.in_use(grads) for site in self._sites if site not in covered
+        )
+        self._steps += bool(
+            covered
+        )  # tools that step with zeros, to fill an optimizer's state, do not count
         for site in covered:
             self.state[site.lead]["step"] = torch.tensor(self._steps, device="cpu")
         self._moments.clear()
@@ -163,7 +219,9 @@ class KFAC(Optimizer):
         """G, A of a site, unless it has none or those of fewer parameters."""
         G, A = (self.state[site.lead].get(name) for name in ("G", "A"))
         _, n_G, n_A = site.shape(site.segments)
-        return None if G is None or A is None or (len(G), len(A)) != (n_G, n_A) else (G, A)
+        return (
+            None if G is None or A is None or (len(G), len(A)) != (n_G, n_A) else (G, A)
+        )
 
     def _refresh(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
         """Let what was captured enter the factors; where it is not finite, the last good ones stay."""
@@ -173,13 +231,21 @@ class KFAC(Optimizer):
                 fresh = self._moments.factors(index, scale)
                 if fresh is not None:
                     old = self._factors(site) or fresh
-                    G, A = (x.lerp(y, 1 - self._decay) for x, y in zip(old, fresh, strict=True))
+                    G, A = (
+                        x.lerp(y, 1 - self._decay)
+                        for x, y in zip(old, fresh, strict=True)
+                    )
                     self.state[site.lead] |= {"G": G, "A": A}
-                    self._inverses[site.lead] = None, self._inverses.get(site.lead, (None, None))[1]
+                    self._inverses[site.lead] = (
+                        None,
+                        self._inverses.get(site.lead, (None, None))[1],
+                    )
             elif not self._excused and site.in_use(grads):
                 raise not_captured(site.name)
 
-    def _directions(self, grads: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    def _directions(
+        self, grads: Mapping[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Tensor]:
         """X = G⁻¹ g A⁻¹ for the layers that have factors, g for all else."""
         damping: dict[nn.Parameter, float] = {}
         for group in self.param_groups:
@@ -188,19 +254,37 @@ class KFAC(Optimizer):
         out = dict(grads)
         for site in self._sites:
             lam, active = site.damping(damping), site.active()
-            inverse = self._inverse(site, active, lam) if any(s.param in grads for s in active) else None
+            inverse = (
+                self._inverse(site, active, lam)
+                if any(s.param in grads for s in active)
+                else None
+            )
             if inverse is not None:
                 G, A = inverse
                 X = G @ site.gather(active, grads, G.dtype).view(len(G), len(A)) @ A
-                out |= {p: d.to(p.dtype) for p, d in site.scatter(active, X).items() if p in grads}
+                out |= {
+                    p: d.to(p.dtype)
+                    for p, d in site.scatter(active, X).items()
+                    if p in grads
+                }
         return out
 
-    def _inverse(self, site: Site, active: tuple[Segment, ...], damping: float) -> Pair | None:
+    def _inverse(
+        self, site: Site, active: tuple[Segment, ...], damping: float
+    ) -> Pair | None:
         """(G + √λ/π I)⁻¹ and (A + π√λ I)⁻¹ over what is trained; where that fails, the last good ones."""
-        factors, (of, inverse) = self._factors(site), self._inverses.get(site.lead, (None, None))
+        factors, (of, inverse) = (
+            self._factors(site),
+            self._inverses.get(site.lead, (None, None)),
+        )
         if factors is None or of == (damping, active):
             return None if factors is None else inverse
-        trained = torch.cat([torch.full((s.shape[2],), s in active, device=s.param.device) for s in site.segments])
+        trained = torch.cat(
+            [
+                torch.full((s.shape[2],), s in active, device=s.param.device)
+                for s in site.segments
+            ]
+        )
         G, A = factors[0], factors[1][trained][:, trained]
         kept = inverse if inverse is not None and len(inverse[1]) == len(A) else None
         inverse = damped_inverses(G, A, damping) or kept
@@ -221,14 +305,19 @@ class KFAC(Optimizer):
         for key, p in zip(keys, self._params(), strict=True):
             given = state_dict["state"].get(key, {})
             if "A" in given and p in dtypes:
-                self.state[p] |= {name: given[name].to(p.device, dtypes[p]) for name in ("A", "G")}
+                self.state[p] |= {
+                    name: given[name].to(p.device, dtypes[p]) for name in ("A", "G")
+                }
                 self._steps = int(given["step"])
         self._restart()
 
     def __getstate__(self) -> dict[str, Any]:
         """For deepcopy and pickle: a copy looks for its layers anew, in the module that is copied along with it."""
         ours = ("_module", "_refresh_every", "_decay", "_steps", "_told")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}}
+        return {
+            **super().__getstate__(),
+            **{name: getattr(self, name) for name in ours},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -62,7 +62,9 @@ class SENG(Optimizer):
     ) -> None:
         if isinstance(params, nn.Module):
             if module is not None and module is not params:
-                raise ValueError("the first argument is a module and module=… is another: give one of them")
+                raise ValueError(
+                    "the first argument is a module and module=… is another: give one of them"
+                )
             module, params = params, list(params.parameters())
         team_of(strategy, module)  # refuses what there is not
         check_options(curvature or Curvature(), refresh_every, units)
@@ -83,14 +85,21 @@ class SENG(Optimizer):
         if curvature is None:
             curvature = Curvature() if self._orthogonal else usual(module, strategy)
         self._engine = partial(
-            Preconditioner, curvature=curvature, refresh_every=refresh_every, units=units, strict=strict, strategy=strategy
+            Preconditioner,
+            curvature=curvature,
+            refresh_every=refresh_every,
+            units=units,
+            strict=strict,
+            strategy=strategy,
         )
         self._module = module
         if module is not None:
             self.preconditioner = self._engine(module, self._params())
         self._check_orthogonal()
         if module is None and strict:
-            raise ValueError("strict=True: no module was given, so every parameter would take the plain gradient")
+            raise ValueError(
+                "strict=True: no module was given, so every parameter would take the plain gradient"
+            )
         if module is None:
             warn(
                 "no module was given, so every parameter takes the plain gradient and this is SGD; "
@@ -105,7 +114,9 @@ class SENG(Optimizer):
                 "orthogonal=True is about the layers' matrices: write SENG(model, …), or module=model beside params"
             )
         if self.preconditioner.spread:
-            raise ValueError("orthogonal=True needs whole matrices, and these parameters are spread over ranks: leave it out")
+            raise ValueError(
+                "orthogonal=True needs whole matrices, and these parameters are spread over ranks: leave it out"
+            )
 
     @property
     def _orthogonal(self) -> bool:
@@ -115,7 +126,9 @@ class SENG(Optimizer):
         """What is kept from step to step to save time."""
         self._quick: Quick | None = None
         self._layers: dict[object, Orthogonal] = {}
-        self._damping: tuple[list[tuple[float, int]], dict[nn.Parameter, float]] | None = None
+        self._damping: (
+            tuple[list[tuple[float, int]], dict[nn.Parameter, float]] | None
+        ) = None
 
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -153,8 +166,16 @@ class SENG(Optimizer):
             return loss
         grads, damping, ready = self._ready(traced)
         directions = dict(grads)
-        averages = self.preconditioner is not None and self.preconditioner.ranks.averaging is not None
-        by_kernels = ready.grouped is not None and self._units == "sgd" and not averages and not self._orthogonal
+        averages = (
+            self.preconditioner is not None
+            and self.preconditioner.ranks.averaging is not None
+        )
+        by_kernels = (
+            ready.grouped is not None
+            and self._units == "sgd"
+            and not averages
+            and not self._orthogonal
+        )
         if by_kernels and self._plain_lr():
             directions = self._update_grouped(ready, grads)
         elif self.preconditioner is not None:
@@ -196,24 +217,42 @@ class SENG(Optimizer):
             self.preconditioner.advance()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _ready(self, traced: bool) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, float], Ready]:
+    def _ready(
+        self, traced: bool
+    ) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, float], Ready]:
         """Gradients and dampings, checked, and the blocks to solve with: the part of a step that is left to Python."""
-        grads = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        grads = {
+            p: p.grad
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
         if any(g.is_sparse for g in grads.values()):
-            raise RuntimeError("SENG does not support sparse gradients; use sparse=False in the embedding")
+            raise RuntimeError(
+                "SENG does not support sparse gradients; use sparse=False in the embedding"
+            )
         damping = self._dampings()
         if self.preconditioner is None:
             return grads, damping, Ready()
         for p in self.preconditioner.trained:  # state_dict fills it in; torch.distributed.checkpoint looks here for the name
             self.state[p].setdefault("seng", {})
-        return grads, damping, self.preconditioner.ready(grads, damping, updates=not self._orthogonal, traced=traced)
+        return (
+            grads,
+            damping,
+            self.preconditioner.ready(
+                grads, damping, updates=not self._orthogonal, traced=traced
+            ),
+        )
 
     def _dampings(self) -> dict[nn.Parameter, float]:
         """Each parameter's damping; the same object until one changes."""
         for group in self.param_groups:
             if not isinstance(group["damping"], float):
                 check_number("damping", group["damping"], positive=True)
-        key = [(float(group["damping"]), len(group["params"])) for group in self.param_groups]
+        key = [
+            (float(group["damping"]), len(group["params"]))
+            for group in self.param_groups
+        ]
         if self._damping is None or self._damping[0] != key:
             values: dict[nn.Parameter, float] = {}
             for group in self.param_groups:
@@ -224,14 +263,26 @@ class SENG(Optimizer):
 
     def _plain_lr(self) -> bool:
         """Whether every learning rate can be read without waiting for a device."""
-        return all(not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu" for group in self.param_groups)
+        return all(
+            not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu"
+            for group in self.param_groups
+        )
 
-    def _update_grouped(self, ready: Ready, grads: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    def _update_grouped(
+        self, ready: Ready, grads: dict[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Tensor]:
         """Update all that the kernels serve, at once; the directions of the others. Where there are none, the next is quick."""
-        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        group_of = {
+            p: i for i, group in enumerate(self.param_groups) for p in group["params"]
+        }
         inside = set(ready.params)
         rest = [p for p in grads if p not in inside]
-        quick = Quick(ready, [group_of[p] for p in ready.params], [self.state[p] for p in ready.params], self.param_groups)
+        quick = Quick(
+            ready,
+            [group_of[p] for p in ready.params],
+            [self.state[p] for p in ready.params],
+            self.param_groups,
+        )
         alone = ready.alone(grads)
         quick.step([grads[p] for p in ready.params], alone)
         assert self.preconditioner is not None
@@ -246,10 +297,20 @@ class SENG(Optimizer):
         engine, quick = self.preconditioner, self._quick
         assert engine is not None and quick is not None
         grads = [p.grad for p in quick.ready.params]
-        same = engine.keeps(quick.ready, self._dampings()) and self._plain_lr() and quick.groups is self.param_groups
+        same = (
+            engine.keeps(quick.ready, self._dampings())
+            and self._plain_lr()
+            and quick.groups is self.param_groups
+        )
         same = same and not self._orthogonal
-        given = sum(p.grad is not None for group in self.param_groups for p in group["params"])
-        same = same and given == len(grads) and [*map(id, self.state.values())] == quick.entries
+        given = sum(
+            p.grad is not None for group in self.param_groups for p in group["params"]
+        )
+        same = (
+            same
+            and given == len(grads)
+            and [*map(id, self.state.values())] == quick.entries
+        )
         if not same or any(g is None for g in grads):
             self._quick = None
             return False
@@ -260,7 +321,12 @@ class SENG(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """For deepcopy and pickle: a copy is covered as the original is, over the module that is copied along with it."""
         curvature = None if self.preconditioner is None else self.preconditioner.state()
-        ours = {"_module": self._module, "_engine": self._engine, "_units": self._units, "_curvature": curvature}
+        ours = {
+            "_module": self._module,
+            "_engine": self._engine,
+            "_units": self._units,
+            "_curvature": curvature,
+        }
         return {**super().__getstate__(), **ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -269,7 +335,9 @@ class SENG(Optimizer):
         for group in self.param_groups:
             group.setdefault("orthogonal", False)  # of before there was such a thing
         self._forget_step()
-        if "_module" in state:  # torch's load_state_dict comes by here too, with groups and momentum alone
+        if (
+            "_module" in state
+        ):  # torch's load_state_dict comes by here too, with groups and momentum alone
             self.preconditioner = None
             if self._module is not None:
                 self.preconditioner = self._engine(self._module, self._params())
@@ -308,12 +376,16 @@ class SENG(Optimizer):
 
     def _covered(self) -> Preconditioner:
         if self.preconditioner is None:
-            raise RuntimeError("this SENG was built without a module, so it has no curvature: write SENG(model, …)")
+            raise RuntimeError(
+                "this SENG was built without a module, so it has no curvature: write SENG(model, …)"
+            )
         return self.preconditioner
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with each block's curvature, the step count and the sketches' seed beside the weight's momentum."""
-        handle = self.register_state_dict_post_hook(_with_curvature, prepend=True)  # so that the user's hooks see all of it
+        handle = self.register_state_dict_post_hook(
+            _with_curvature, prepend=True
+        )  # so that the user's hooks see all of it
         try:
             return super().state_dict()
         finally:
@@ -332,13 +404,21 @@ class SENG(Optimizer):
                 if ours:
                     rest[key] = {k: v for k, v in entry.items() if k not in ours}
                     curvature[p] = nested(ours)["seng"]
-            return {**given, "state": rest, "param_groups": [{**self.defaults, **group} for group in given["param_groups"]]}
+            return {
+                **given,
+                "state": rest,
+                "param_groups": [
+                    {**self.defaults, **group} for group in given["param_groups"]
+                ],
+            }
 
         self._forget_step()
         # After the user's hooks have made of the checkpoint what they want, and before they look at what was loaded.
         handles = [
             self.register_load_state_dict_pre_hook(take_out),
-            self.register_load_state_dict_post_hook(lambda _: self._load_curvature(curvature), prepend=True),
+            self.register_load_state_dict_post_hook(
+                lambda _: self._load_curvature(curvature), prepend=True
+            ),
         ]
         try:
             super().load_state_dict(state_dict)
@@ -359,20 +439,36 @@ class SENG(Optimizer):
                 f"the loaded curvature of {others} layers is of another kind than this optimizer keeps: the next step "
                 "refreshes it. To go on with low rank, once SENG's default: curvature=seng.Curvature()"
             )
-        elif any(int(entry.get("step", 0)) for entry in entries) and not any("block" in entry for entry in entries):
+        elif any(int(entry.get("step", 0)) for entry in entries) and not any(
+            "block" in entry for entry in entries
+        ):
             warn(
                 "the loaded state has no curvature: the next step refreshes it. torch.distributed.checkpoint loads only "
                 "what is there already: call seng.expect_curvature before dcp.load"
             )
 
 
-def update(state: Any, group: dict[str, Any], params: list[nn.Parameter], directions: dict[nn.Parameter, Tensor]) -> None:
+def update(
+    state: Any,
+    group: dict[str, Any],
+    params: list[nn.Parameter],
+    directions: dict[nn.Parameter, Tensor],
+) -> None:
     """Weight decay, momentum and step of torch's SGD, with directions in place of gradients."""
     if not params:
         return
-    buffers = [state[p].get("momentum_buffer") for p in params] if group["momentum"] else [None] * len(params)
-    options = {name: group[name] for name in ("weight_decay", "momentum", "lr", "nesterov", "maximize")}
-    sgd(list(params), [directions[p] for p in params], buffers, dampening=0.0, **options)
+    buffers = (
+        [state[p].get("momentum_buffer") for p in params]
+        if group["momentum"]
+        else [None] * len(params)
+    )
+    options = {
+        name: group[name]
+        for name in ("weight_decay", "momentum", "lr", "nesterov", "maximize")
+    }
+    sgd(
+        list(params), [directions[p] for p in params], buffers, dampening=0.0, **options
+    )
     if group["momentum"]:
         for p, buffer in zip(params, buffers, strict=True):
             state[p]["momentum_buffer"] = buffer
@@ -382,7 +478,12 @@ def _with_curvature(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     engine = getattr(optimizer, "preconditioner", None)
     if engine is None:
         return
-    index = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    index = {
+        p: i
+        for i, p in enumerate(
+            p for group in optimizer.param_groups for p in group["params"]
+        )
+    }
     state = state_dict["state"] = dict(state_dict["state"])
     for p, entry in engine.state().items():
         if p in index:  # not so where a group was taken out by hand

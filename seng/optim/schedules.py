@@ -19,7 +19,9 @@ FLOOR = 0.001  # where the paper's cosine ends
 
 def cosine(epoch: float, lr: float, epochs: float, floor: float = FLOOR) -> float:
     """From lr at 0 to the floor at `epochs`, and the floor from there on."""
-    return floor + 0.5 * (lr - floor) * (1 + math.cos(math.pi * min(epoch / epochs, 1.0)))
+    return floor + 0.5 * (lr - floor) * (
+        1 + math.cos(math.pi * min(epoch / epochs, 1.0))
+    )
 
 
 def exp(epoch: float, lr: float, epochs: float, rate: float) -> float:
@@ -37,16 +39,28 @@ def damping(epoch: float, initial: float, gamma: float) -> float:
     return initial * math.pow(gamma, epoch / 10)
 
 
-def schedule_lr(optimizer: Optimizer, of_epoch: Callable[[float, float], float], steps_per_epoch: int = 1) -> LambdaLR:
+def schedule_lr(
+    optimizer: Optimizer,
+    of_epoch: Callable[[float, float], float],
+    steps_per_epoch: int = 1,
+) -> LambdaLR:
     """A torch scheduler that sets lr = of_epoch(epoch, initial lr), to be stepped `steps_per_epoch` times an epoch.
 
     schedule_lr(opt, lambda epoch, lr: exp(epoch, lr, epochs=75, rate=5), steps_per_epoch=len(loader))
     """
 
     def factor(initial: float) -> Callable[[int], float]:
-        return lambda step: of_epoch(step / steps_per_epoch, initial) / initial if initial else 1.0
+        return lambda step: (
+            of_epoch(step / steps_per_epoch, initial) / initial if initial else 1.0
+        )
 
-    return LambdaLR(optimizer, [factor(float(group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups])
+    return LambdaLR(
+        optimizer,
+        [
+            factor(float(group.get("initial_lr", group["lr"])))
+            for group in optimizer.param_groups
+        ],
+    )
 
 
 class DampingSchedule:
@@ -55,14 +69,25 @@ class DampingSchedule:
     schedule = DampingSchedule(opt, lambda epoch, lam: damping(epoch, lam, gamma=0.9), steps_per_epoch=len(loader))
     """
 
-    def __init__(self, optimizer: Optimizer, of_epoch: Callable[[float, float], float], steps_per_epoch: int = 1) -> None:
-        self.optimizer, self.of_epoch, self.steps_per_epoch = optimizer, of_epoch, steps_per_epoch
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        of_epoch: Callable[[float, float], float],
+        steps_per_epoch: int = 1,
+    ) -> None:
+        self.optimizer, self.of_epoch, self.steps_per_epoch = (
+            optimizer,
+            of_epoch,
+            steps_per_epoch,
+        )
         self.initial = [float(group["damping"]) for group in optimizer.param_groups]
         self.steps = 0
         self._set()
 
     def _set(self) -> None:
-        for group, initial in zip(self.optimizer.param_groups, self.initial, strict=True):
+        for group, initial in zip(
+            self.optimizer.param_groups, self.initial, strict=True
+        ):
             group["damping"] = self.of_epoch(self.steps / self.steps_per_epoch, initial)
 
     def step(self) -> None:
@@ -75,5 +100,8 @@ class DampingSchedule:
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Continue from `state_dict()`."""
-        self.steps, self.initial = int(str(state_dict["steps"])), list(state_dict["initial"])  # type: ignore[call-overload]
+        self.steps, self.initial = (
+            int(str(state_dict["steps"])),
+            list(state_dict["initial"]),  # type: ignore[call-overload]
+        )
         self._set()

@@ -28,17 +28,29 @@ from seng.layers.kinds import ROWS
 from seng.layers.sites import Segment, Site
 from seng.linalg.operators import HALF, Shape
 
-RMS = 1 / 30  # of a step, per unit of lr: so that lr is about what it is for SGD on networks with norms
+RMS = (
+    1 / 30
+)  # of a step, per unit of lr: so that lr is about what it is for SGD on networks with norms
 STEPS = 3, 2  # before S comes from Y again: after four, bfloat16 has lost some matrices
-QUINTIC = 3.4445, -4.7750, 2.0315  # Jordan et al.: singular values between 0.7 and 1.2 after five steps, from 1e-3 up
+QUINTIC = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # Jordan et al.: singular values between 0.7 and 1.2 after five steps, from 1e-3 up
 QKV = 3
 GRAIN = 8  # numbers of bfloat16 in what tensor cores read at once: products of odd sizes are slow
-FILLED = 2**31  # Σ m²n, with the zeros, of matrices of several sizes that a GPU works out at once
+FILLED = (
+    2**31
+)  # Σ m²n, with the zeros, of matrices of several sizes that a GPU works out at once
 ROOM = 2**24  # and Σ mn
 
-SHORTEST = 0.1  # of √(m/n), the root of the mean of ‖q‖²: what is shorter counts as that
+SHORTEST = (
+    0.1  # of √(m/n), the root of the mean of ‖q‖²: what is shorter counts as that
+)
 
-Part = tuple[Site, tuple[Segment, ...]]  # a layer, or those of its parameters that take this step
+Part = tuple[
+    Site, tuple[Segment, ...]
+]  # a layer, or those of its parameters that take this step
 Number = float | Tensor
 Tensors = Mapping[nn.Parameter, Tensor]
 
@@ -67,11 +79,19 @@ def polar(X: Tensor) -> Tensor:
     """
     wide = X.shape[-2] <= X.shape[-1]
     Y: Tensor = X if wide else X.mT
-    Y = Y / torch.linalg.vector_norm(Y, math.inf, (-2, -1), keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)
-    for i, steps in enumerate(STEPS if Y.shape[-1] > 2 * Y.shape[-2] else [1] * sum(STEPS)):
+    Y = Y / torch.linalg.vector_norm(Y, math.inf, (-2, -1), keepdim=True).clamp_min(
+        torch.finfo(Y.dtype).tiny
+    )
+    for i, steps in enumerate(
+        STEPS if Y.shape[-1] > 2 * Y.shape[-2] else [1] * sum(STEPS)
+    ):
         S = Y @ Y.mT
         if i == 0:  # ‖Y‖² is the trace of S, and at least 1 by now
-            square = S.diagonal(0, -2, -1).sum(-1, dtype=torch.float32 if S.dtype == torch.bfloat16 else None).clamp_min(1)
+            square = (
+                S.diagonal(0, -2, -1)
+                .sum(-1, dtype=torch.float32 if S.dtype == torch.bfloat16 else None)
+                .clamp_min(1)
+            )
             S = S * square.reciprocal().to(S.dtype)[:, None, None]
         M = A = _quintic(S)
         for _ in range(steps - 1):
@@ -108,11 +128,20 @@ def stacks_of(parts: Sequence[Part], fill: bool | None = None) -> list[Stack]:
     alike: defaultdict[object, list[Part]] = defaultdict(list)
     for part in parts:
         site, _ = part
-        alike[tuple(sorted(shape_of(part)[1:])), site.dtype, site.lead.device].append(part)
+        alike[tuple(sorted(shape_of(part)[1:])), site.dtype, site.lead.device].append(
+            part
+        )
     stacks: list[Stack] = []
     for one in sorted(map(Stack, alike.values()), key=lambda stack: stack.work):
         filled = one.device.type == "cuda" if fill is None else fill
-        last = next((s for s in stacks if filled and (s.dtype, s.device) == (one.dtype, one.device)), None)
+        last = next(
+            (
+                s
+                for s in stacks
+                if filled and (s.dtype, s.device) == (one.dtype, one.device)
+            ),
+            None,
+        )
         both = one if last is None else Stack([*last.parts, *one.parts])
         if last is not None and both.work <= FILLED and math.prod(both.size) <= ROOM:
             stacks.remove(last)
@@ -133,14 +162,19 @@ class Stack:
         self.shapes = [shape_of(part) for part in parts]
         self.counts = [h for h, _, _ in self.shapes]
         grain = GRAIN if self.dtype == torch.bfloat16 else 1
-        m, n = (-(-max(sides) // grain) * grain for sides in zip(*(sorted(shape[1:]) for shape in self.shapes), strict=True))
+        m, n = (
+            -(-max(sides) // grain) * grain
+            for sides in zip(*(sorted(shape[1:]) for shape in self.shapes), strict=True)
+        )
         self.size = sum(self.counts), m, n
         self.work = math.prod(self.size) * m
         self.params = [s.param for _, active in parts for s in active]
 
     def step(self, xs: Tensors, buffers: Tensors, rates: Rates) -> None:
         """θ ← keep·θ − lr·RMS·√m·q/‖q‖, in place."""
-        along = dict(zip(self.params, momentum(self.params, xs, buffers, rates), strict=True))
+        along = dict(
+            zip(self.params, momentum(self.params, xs, buffers, rates), strict=True)
+        )
         X = self._empty()
         for (site, active), room in self._rooms(X):
             if not _in_order(active):
@@ -150,9 +184,13 @@ class Stack:
                 columns.copy_(_rows(along[s.param], s.param).view(columns.shape))
         Q = polar(X)
         shrink(self.params, rates.keep)
-        for ((site, active), room), (_, length) in zip(self._rooms(Q), self._rooms(self._lengths(Q)), strict=True):
+        for ((site, active), room), (_, length) in zip(
+            self._rooms(Q), self._rooms(self._lengths(Q)), strict=True
+        ):
             root, least = _measures(room)
-            move = room * (rates.lr * root / _each(length, 1 in room.shape[1:]).clamp_min(least))
+            move = room * (
+                rates.lr * root / _each(length, 1 in room.shape[1:]).clamp_min(least)
+            )
             if not _in_order(active):
                 for p, part in site.scatter(active, move.reshape(-1)).items():
                     subtract([p], [part], rates.keep)
@@ -160,25 +198,53 @@ class Stack:
             for s, columns in _columns(active, move):
                 subtract([s.param], [_like(columns, s.param)], rates.keep)
 
-    def fused_step(self, xs: Tensors, buffers: Tensors, rates: Rates, dry: bool = False) -> None:
+    def fused_step(
+        self, xs: Tensors, buffers: Tensors, rates: Rates, dry: bool = False
+    ) -> None:
         """`step` by kernels, in a recording, where it may be; a dry one does nothing, so that they are compiled before."""
-        assert isinstance(rates.lr, Tensor) and isinstance(rates.momentum, Tensor) and isinstance(rates.decay, Tensor)
+        assert (
+            isinstance(rates.lr, Tensor)
+            and isinstance(rates.momentum, Tensor)
+            and isinstance(rates.decay, Tensor)
+        )
         X = self._empty()
         for (_, active), room in self._rooms(X):
             for s, columns in _columns(active, room):
-                kernels.push(xs[s.param], buffers[s.param], columns, rates.momentum, rates.nesterov, dry)
+                kernels.push(
+                    xs[s.param],
+                    buffers[s.param],
+                    columns,
+                    rates.momentum,
+                    rates.nesterov,
+                    dry,
+                )
         Q = X if dry else polar(X)
-        for ((_, active), room), (_, length) in zip(self._rooms(Q), self._rooms(self._lengths(Q)), strict=True):
+        for ((_, active), room), (_, length) in zip(
+            self._rooms(Q), self._rooms(self._lengths(Q)), strict=True
+        ):
             each = _columns(active, _each(length, 1 in room.shape[1:]).expand_as(room))
-            for (s, columns), (_, lengths) in zip(_columns(active, room), each, strict=True):
-                kernels.pull(s.param, columns, lengths, *_measures(room), rates.lr, rates.decay, dry)
+            for (s, columns), (_, lengths) in zip(
+                _columns(active, room), each, strict=True
+            ):
+                kernels.pull(
+                    s.param,
+                    columns,
+                    lengths,
+                    *_measures(room),
+                    rates.lr,
+                    rates.decay,
+                    dry,
+                )
 
     def fuses(self, buffers: Tensors) -> bool:
         """Whether the kernels can serve it."""
         return (
             kernels.AVAILABLE
             and self.dtype == torch.bfloat16
-            and all(p in buffers and p.dtype == buffers[p].dtype == torch.float32 for p in self.params)
+            and all(
+                p in buffers and p.dtype == buffers[p].dtype == torch.float32
+                for p in self.params
+            )
             and all(p.numel() < 2**31 for p in self.params)
             and all(_in_order(active) for _, active in self.parts)
             and all(p.permute(0, *_order(p)).is_contiguous() for p in self.params)
@@ -186,18 +252,26 @@ class Stack:
 
     def _empty(self) -> Tensor:
         whole = all(sorted(shape[1:]) == [*self.size[1:]] for shape in self.shapes)
-        return (torch.empty if whole else torch.zeros)(self.size, dtype=self.dtype, device=self.device)
+        return (torch.empty if whole else torch.zeros)(
+            self.size, dtype=self.dtype, device=self.device
+        )
 
     def _lengths(self, Q: Tensor) -> Tensor:
         """‖q‖ of each column; tall matrices lie on their side."""
-        lengths: Tensor = torch.linalg.vector_norm(Q, dim=1, keepdim=True, dtype=self.parts[0][0].dtype)
+        lengths: Tensor = torch.linalg.vector_norm(
+            Q, dim=1, keepdim=True, dtype=self.parts[0][0].dtype
+        )
         return lengths
 
     def _rooms(self, X: Tensor) -> list[tuple[Part, Tensor]]:
         """Where each layer's (h, n_G, n_A) lies in X."""
         rooms = []
-        for part, (_, n_G, n_A), room in zip(self.parts, self.shapes, X.split(self.counts), strict=True):
-            rooms.append((part, room[:, :n_G, :n_A] if n_G <= n_A else room[:, :n_A, :n_G].mT))
+        for part, (_, n_G, n_A), room in zip(
+            self.parts, self.shapes, X.split(self.counts), strict=True
+        ):
+            rooms.append(
+                (part, room[:, :n_G, :n_A] if n_G <= n_A else room[:, :n_A, :n_G].mT)
+            )
         return rooms
 
 
@@ -216,7 +290,9 @@ def _measures(room: Tensor) -> tuple[float, float]:
     return RMS * math.sqrt(m), SHORTEST * math.sqrt(m / n)
 
 
-def momentum(params: Sequence[nn.Parameter], xs: Tensors, buffers: Tensors, rates: Rates) -> Sequence[Tensor]:
+def momentum(
+    params: Sequence[nn.Parameter], xs: Tensors, buffers: Tensors, rates: Rates
+) -> Sequence[Tensor]:
     """b ← μb + x where there are buffers; what the step goes along."""
     x = [xs[p] for p in params]
     if not buffers:
@@ -238,7 +314,9 @@ def shrink(params: Sequence[Tensor], keep: Number | None) -> None:
         torch._foreach_mul_(exact, keep)
 
 
-def subtract(params: Sequence[Tensor], moves: Sequence[Tensor], keep: Number | None) -> None:
+def subtract(
+    params: Sequence[Tensor], moves: Sequence[Tensor], keep: Number | None
+) -> None:
     """θ ← θ − move; in half precision with the decay to keep·θ."""
     pairs = list(zip(params, moves, strict=True))
     if keep is not None:

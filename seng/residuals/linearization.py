@@ -18,17 +18,29 @@ from seng.residuals.jacobian import COPIES, Part
 from seng.residuals.terms import Batch, Parameters, Term, Values
 
 GRAMS = 3  # the Gram, its factor, and one in the making
-CHUNK = {"cpu": 2**29, "cuda": 2**32}  # bytes of a chunk of J and of what it is made from: more is no faster
+CHUNK = {
+    "cpu": 2**29,
+    "cuda": 2**32,
+}  # bytes of a chunk of J and of what it is made from: more is no faster
 
 
 class Linear:
     """All terms at θ."""
 
-    def __init__(self, parameters: Parameters, terms: list[Term], batches: list[Batch], memory: int) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        terms: list[Term],
+        batches: list[Batch],
+        memory: int,
+    ) -> None:
         self.parameters, self.memory = parameters, memory
         room = min(memory // 4, CHUNK.get(parameters.device.type, 2**29))
         values = parameters.values()
-        self.parts = [Part(term, batch, values, room) for term, batch in zip(terms, batches, strict=True)]
+        self.parts = [
+            Part(term, batch, values, room)
+            for term, batch in zip(terms, batches, strict=True)
+        ]
         self.sizes = [part.m for part in self.parts]
         self.r = torch.cat([part.r for part in self.parts])  # (m,)
 
@@ -118,7 +130,11 @@ class Streamed(Operator):
         return total
 
     def scaled(self, scale: float | Tensor) -> Self:
-        raise NotImplementedError("a Jacobian that is not held cannot be scaled: scale the residuals")
+        raise NotImplementedError(
+            "a Jacobian that is not held cannot be scaled: scale the residuals"
+        )
 
     def first(self, samples: int) -> Self:
-        raise NotImplementedError("a Jacobian that is not held cannot be cut: give fewer samples")
+        raise NotImplementedError(
+            "a Jacobian that is not held cannot be cut: give fewer samples"
+        )

@@ -57,13 +57,17 @@ class Normal:
         return by_samples if self.by_samples else by_parameters
 
 
-def normal_equations(U: Operator, sketch: Sketch | None, generator: torch.Generator) -> Normal:
+def normal_equations(
+    U: Operator, sketch: Sketch | None, generator: torch.Generator
+) -> Normal:
     """Those of U, sketched where asked for; a sketch as large as what it sketches is none."""
     if sketch is None or sketch.covers(U.shape):
         return Normal(U)
     omega = sketch.draw(U, generator)
     if isinstance(U, Streamed) and isinstance(omega, RowSample):
-        raise MemoryError(f"{sketch} needs the whole Jacobian, which does not fit: use CountSketch, or give more memory")
+        raise MemoryError(
+            f"{sketch} needs the whole Jacobian, which does not fit: use CountSketch, or give more memory"
+        )
     return Normal(U, omega)
 
 

@@ -27,17 +27,25 @@ class Parameters:
     def __init__(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         self.module = model if isinstance(model, nn.Module) else None
         if isinstance(model, nn.Module):
-            self.tensors: Values = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            self.tensors: Values = {
+                name: p for name, p in model.named_parameters() if p.requires_grad
+            }
         elif isinstance(model, Mapping):
             self.tensors = dict(model)
         else:
-            raise TypeError(f"model is an nn.Module or a dictionary of tensors, not {type(model).__name__}")
+            raise TypeError(
+                f"model is an nn.Module or a dictionary of tensors, not {type(model).__name__}"
+            )
         for name, p in self.tensors.items():
             if not isinstance(p, Tensor) or not p.is_floating_point():
                 kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-                raise TypeError(f"parameter '{name}' is {kind}: what is fitted are tensors of real floating-point numbers")
+                raise TypeError(
+                    f"parameter '{name}' is {kind}: what is fitted are tensors of real floating-point numbers"
+                )
         if not self.n:
-            raise ValueError("there is nothing to fit: the model has no trainable parameters")
+            raise ValueError(
+                "there is nothing to fit: the model has no trainable parameters"
+            )
         if len({p.device for p in self.tensors.values()}) > 1:
             raise ValueError("the parameters lie on several devices: move them to one")
 
@@ -65,11 +73,19 @@ class Parameters:
     def moved(self, d: Tensor) -> Values:
         """θ − d, rounded once."""
         parts = self.split(d)
-        return {name: (p.detach().to(d.dtype) - parts[name]).to(p.dtype) for name, p in self.tensors.items()}
+        return {
+            name: (p.detach().to(d.dtype) - parts[name]).to(p.dtype)
+            for name, p in self.tensors.items()
+        }
 
     def split(self, z: Tensor) -> Values:
         """z (n,) as one tensor for each parameter."""
-        return {name: part.view_as(p) for (name, p), part in zip(self.tensors.items(), z.split(self.sizes), strict=True)}
+        return {
+            name: part.view_as(p)
+            for (name, p), part in zip(
+                self.tensors.items(), z.split(self.sizes), strict=True
+            )
+        }
 
     @torch.no_grad()
     def set(self, values: Values) -> None:
@@ -80,7 +96,13 @@ class Parameters:
         """The way back, one tensor for each parameter or None, which is zero."""
         pairs = zip(self.tensors.values(), parts, strict=True)
         return torch.cat(
-            [(torch.zeros_like(p) if part is None else part).detach().flatten().to(self.dtype) for p, part in pairs]
+            [
+                (torch.zeros_like(p) if part is None else part)
+                .detach()
+                .flatten()
+                .to(self.dtype)
+                for p, part in pairs
+            ]
         )
 
     def within(self, columns: slice) -> list[tuple[str, slice, slice]]:
@@ -89,7 +111,13 @@ class Parameters:
         for name, size in zip(self.tensors, self.sizes, strict=True):
             first, last = max(columns.start, start), min(columns.stop, start + size)
             if first < last:
-                found.append((name, slice(first - start, last - start), slice(first - columns.start, last - columns.start)))
+                found.append(
+                    (
+                        name,
+                        slice(first - start, last - start),
+                        slice(first - columns.start, last - columns.start),
+                    )
+                )
             start += size
         return found
 
@@ -126,12 +154,16 @@ class Term:
     function: Residual
     parameters: Parameters
     separate: bool | None  # None: to be found out
-    orders: dict[object, Order] = field(default_factory=dict)  # by shapes and modes, where the samples separate
+    orders: dict[object, Order] = field(
+        default_factory=dict
+    )  # by shapes and modes, where the samples separate
     batched: bool = True  # whether several products of its graph can be taken at once
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise TypeError(f"{self.name} is a function (model, *batch) -> vector, not {self.function!r}")
+            raise TypeError(
+                f"{self.name} is a function (model, *batch) -> vector, not {self.function!r}"
+            )
         module = self.parameters.module
         self.bound = None if module is None else _Bound(module, self.function)
 
@@ -139,18 +171,30 @@ class Term:
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode: a BatchNorm then mixes samples."""
         module = self.parameters.module
-        return () if module is None else tuple(part.training for part in module.modules())
+        return (
+            () if module is None else tuple(part.training for part in module.modules())
+        )
 
     def __call__(self, values: Values, batch: Batch) -> Tensor:
         """r (m,)."""
         r: object = self._call(values, batch)
         if not isinstance(r, Tensor):
-            raise TypeError(f"{self.name} returned {type(r).__name__}: it must return a tensor, the vector of residuals")
+            raise TypeError(
+                f"{self.name} returned {type(r).__name__}: it must return a tensor, the vector of residuals"
+            )
         if r.dim() != 1:
-            hint = "return the residuals themselves, not the sum of their squares" if r.dim() == 0 else "use .flatten()"
-            raise ValueError(f"{self.name} returned a tensor of shape {tuple(r.shape)}: it must return a vector (m,); {hint}")
+            hint = (
+                "return the residuals themselves, not the sum of their squares"
+                if r.dim() == 0
+                else "use .flatten()"
+            )
+            raise ValueError(
+                f"{self.name} returned a tensor of shape {tuple(r.shape)}: it must return a vector (m,); {hint}"
+            )
         if not r.is_floating_point():
-            raise TypeError(f"{self.name} returned {r.dtype}: residuals are real floating-point numbers")
+            raise TypeError(
+                f"{self.name} returned {r.dtype}: residuals are real floating-point numbers"
+            )
         if not r.numel():
             raise ValueError(f"{self.name} returned no residuals: is its batch empty?")
         return r
@@ -161,7 +205,8 @@ class Term:
 
         def alone(chosen: Values, *sample: Any) -> Tensor:
             return self._call(
-                {**values, **chosen}, tuple(x[None] if h else x for x, h in zip(sample, has, strict=True))
+                {**values, **chosen},
+                tuple(x[None] if h else x for x, h in zip(sample, has, strict=True)),
             ).flatten()
 
         return alone
@@ -169,7 +214,11 @@ class Term:
     def _call(self, values: Values, batch: Batch) -> Tensor:
         if self.bound is None:
             return self.function(dict(values), *batch)
-        r: Tensor = functional_call(self.bound, {f"model.{name}": value for name, value in values.items()}, batch)
+        r: Tensor = functional_call(
+            self.bound,
+            {f"model.{name}": value for name, value in values.items()},
+            batch,
+        )
         return r
 
 

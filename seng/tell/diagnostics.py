@@ -66,7 +66,9 @@ class Refresh:
 
     step: int
     timer: Timer
-    compared: Callable[[], tuple[Tensor, Tensor]]  # cos(g, d) and ‖d‖/‖g‖ at that step, d in SGD's units
+    compared: Callable[
+        [], tuple[Tensor, Tensor]
+    ]  # cos(g, d) and ‖d‖/‖g‖ at that step, d in SGD's units
 
 
 def compare(g: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,10 +81,14 @@ def cosine_of(g_g: Tensor, d_d: Tensor, g_d: Tensor) -> tuple[Tensor, Tensor]:
     tiny = torch.finfo(g_g.dtype).tiny
     size, length = g_g.sqrt(), d_d.sqrt()
     zero = size == 0
-    return torch.where(zero, 1, g_d / (size * length).clamp_min(tiny)), torch.where(zero, 1, length / size.clamp_min(tiny))
+    return torch.where(zero, 1, g_d / (size * length).clamp_min(tiny)), torch.where(
+        zero, 1, length / size.clamp_min(tiny)
+    )
 
 
-def compare_energies(g: Tensor, b: Tensor, c: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+def compare_energies(
+    g: Tensor, b: Tensor, c: Tensor, lam: Tensor
+) -> tuple[Tensor, Tensor]:
     """The same from g·g, b and c = Uᵀg: g·d = g·g − b·c and d·d = g·d − λb·b, since (λI + UᵀU)b = c."""
     g, b, c = g.double(), b.double(), c.double()
     along = (g - b @ c).clamp_min(0)
@@ -90,20 +96,42 @@ def compare_energies(g: Tensor, b: Tensor, c: Tensor, lam: Tensor) -> tuple[Tens
     size = g.sqrt()
     tiny = torch.finfo(g.dtype).tiny
     zero = size == 0
-    return torch.where(zero, 1, along / (size * length).clamp_min(tiny)), torch.where(zero, 1, length / size.clamp_min(tiny))
+    return torch.where(zero, 1, along / (size * length).clamp_min(tiny)), torch.where(
+        zero, 1, length / size.clamp_min(tiny)
+    )
 
 
 def _spectrum(block: Block) -> tuple[float, float, float | None]:
     """The largest eigenvalue and the trace of M, and λ; of a P that is alone, of C."""
     if block.base is not None and not block.U.samples:
         largest, trace, mean = block.base.spectrum()
-        return largest, trace, None if block.bound is None else block.bound * (mean if block.relative else 1)
+        return (
+            largest,
+            trace,
+            None
+            if block.bound is None
+            else block.bound * (mean if block.relative else 1),
+        )
     values, _ = eigh(block.gram)
-    return float(block.top), float(values.sum()), None if block.core is None else float(block.core[1])
+    return (
+        float(block.top),
+        float(values.sum()),
+        None if block.core is None else float(block.core[1]),
+    )
 
 
 KEYS = (
-    *("form", "base", "columns", "bytes", "refreshed_at", "refresh_seconds", "top_eigenvalue", "effective_rank", "damping"),
+    *(
+        "form",
+        "base",
+        "columns",
+        "bytes",
+        "refreshed_at",
+        "refresh_seconds",
+        "top_eigenvalue",
+        "effective_rank",
+        "damping",
+    ),
     *("cosine", "norm_ratio", "sketch_error", "solves_failed"),
 )
 
@@ -115,7 +143,9 @@ def describe(block: Block | None, last: Refresh | None) -> dict[str, Any]:
     largest, trace, damping = _spectrum(block)
     cosine, norm_ratio = (None, None) if last is None else map(float, last.compared())
     return {
-        "form": "implicit" if isinstance(block.U, Windows) else type(block.U).__name__.lower(),
+        "form": "implicit"
+        if isinstance(block.U, Windows)
+        else type(block.U).__name__.lower(),
         "base": "identity" if block.base is None else type(block.base).__name__.lower(),
         "columns": block.U.samples,
         "bytes": block.U.bytes + (0 if block.base is None else block.base.bytes),
@@ -161,14 +191,18 @@ class TensorBoard:
 
     def __init__(self, writer: Any, source: Source | None = None) -> None:
         if not callable(getattr(writer, "add_scalar", None)):
-            raise TypeError(f"TensorBoard takes a SummaryWriter, or anything else with add_scalar, not {type(writer).__name__}")
+            raise TypeError(
+                f"TensorBoard takes a SummaryWriter, or anything else with add_scalar, not {type(writer).__name__}"
+            )
         self.writer, self.source = writer, source
         self.written: int | None = None
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         source: Any = self.source or optimizer
         if not hasattr(source, "last_refresh"):
-            raise TypeError(f"{type(source).__name__} has no curvature; with seng.attach write TensorBoard(writer, handle)")
+            raise TypeError(
+                f"{type(source).__name__} has no curvature; with seng.attach write TensorBoard(writer, handle)"
+            )
         if source.last_refresh is None or source.last_refresh == self.written:
             return
         self.written = source.last_refresh

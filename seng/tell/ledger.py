@@ -26,14 +26,22 @@ class Ledger:
 
     def __init__(self) -> None:
         self.blocks: dict[int, Block] = {}
-        self.covered: dict[int, tuple[Segment, ...]] = {}  # what each block was built over
+        self.covered: dict[
+            int, tuple[Segment, ...]
+        ] = {}  # what each block was built over
         self.owed: set[int] = set()  # in use, and no curvature yet
-        self.refused: dict[int, str] = {}  # these take the plain gradient by decision, and why
+        self.refused: dict[
+            int, str
+        ] = {}  # these take the plain gradient by decision, and why
         self.plans: dict[int, Plan] = {}
         self.failures: dict[int, int] = {}  # refreshes that had to be dropped
         self.refreshes: dict[int, Refresh] = {}  # the last one of each
-        self.others: list[str] = []  # whose loaded curvature is of another kind than is asked for
-        self.checked: set[int] = set()  # whose samples were seen to add up to the gradient
+        self.others: list[
+            str
+        ] = []  # whose loaded curvature is of another kind than is asked for
+        self.checked: set[int] = (
+            set()
+        )  # whose samples were seen to add up to the gradient
 
     def knows(self, index: int) -> bool:
         """Whether it is settled what a site does."""
@@ -57,27 +65,39 @@ class Ledger:
         """A refresh of it was dropped."""
         self.failures[index] = self.failures.get(index, 0) + 1
 
-    def before(self, index: int, site: Site, active: tuple[Segment, ...]) -> Block | None:
+    def before(
+        self, index: int, site: Site, active: tuple[Segment, ...]
+    ) -> Block | None:
         """Its block of before, if it is one of the same parameters in the same precision."""
         previous = self.blocks.get(index)
         alike = previous is not None and self.covered[index] == active
-        return previous if alike and previous is not None and previous.gram.dtype == site.dtype else None
+        return (
+            previous
+            if alike and previous is not None and previous.gram.dtype == site.dtype
+            else None
+        )
 
-    def diagnostics(self, sites: Sequence[Site], none: bool) -> dict[str, dict[str, Any]]:
+    def diagnostics(
+        self, sites: Sequence[Site], none: bool
+    ) -> dict[str, dict[str, Any]]:
         """Per layer, from its last refresh; `none` where there is no curvature at all."""
         out: dict[str, dict[str, Any]] = {}
         for index, site in enumerate(sites):
             chosen = self.plans.get(index)
-            out[site.name] = describe(self.blocks.get(index), self.refreshes.get(index)) | {
+            out[site.name] = describe(
+                self.blocks.get(index), self.refreshes.get(index)
+            ) | {
                 "refreshes_dropped": self.failures.get(index, 0),
-                "why": self.refused.get(index) or (NO_CURVATURE if none else chosen and chosen.why),
+                "why": self.refused.get(index)
+                or (NO_CURVATURE if none else chosen and chosen.why),
             }
         return out
 
     def entry(self, index: int, site: Site) -> dict[str, Any]:
         """A site's part of a checkpoint."""
         entry: dict[str, Any] = {
-            name: torch.tensor(index in known, device="cpu") for name, known in (("owed", self.owed), ("refused", self.refused))
+            name: torch.tensor(index in known, device="cpu")
+            for name, known in (("owed", self.owed), ("refused", self.refused))
         }
         if index in self.blocks:
             active = [s in self.covered[index] for s in site.segments]
@@ -85,7 +105,9 @@ class Ledger:
             entry["block"] = pack_block(site, self.covered[index], self.blocks[index])
         return entry
 
-    def load(self, index: int, site: Site, entry: Mapping[str, Any], curvature: Curvature) -> None:
+    def load(
+        self, index: int, site: Site, entry: Mapping[str, Any], curvature: Curvature
+    ) -> None:
         """It again; a block that does not fit starts afresh at the next refresh."""
         if entry.get("owed", False):
             self.owed.add(index)
@@ -98,7 +120,9 @@ class Ledger:
         block = unpack_block(site, active, entry["block"])
         if block is not None:
             block.relative, block.graft = curvature.relative_damping, curvature.grafts
-            mixed = bool(block.U.samples) and curvature.rank == 0  # U beside a P that is to be alone
+            mixed = (
+                bool(block.U.samples) and curvature.rank == 0
+            )  # U beside a P that is to be alone
             if base.kept(block.base, curvature.base, curvature.power) and not mixed:
                 self.blocks[index], self.covered[index] = block, active
             else:
@@ -107,17 +131,32 @@ class Ledger:
     def records(self, sites: Sequence[Site]) -> dict[nn.Parameter, Record]:
         """What a checkpoint leaves out, by lead parameter: for sites that are surveyed anew."""
         return {
-            sites[i].lead: (self.plans.get(i), self.refreshes.get(i), self.failures.get(i, 0), block)
+            sites[i].lead: (
+                self.plans.get(i),
+                self.refreshes.get(i),
+                self.failures.get(i, 0),
+                block,
+            )
             for i, block in self.blocks.items()
         }
 
-    def restore(self, sites: Sequence[Site], records: Mapping[nn.Parameter, Record]) -> int | None:
+    def restore(
+        self, sites: Sequence[Site], records: Mapping[nn.Parameter, Record]
+    ) -> int | None:
         """It again; the step of the last refresh among them."""
         for index, block in self.blocks.items():
             plan, refresh, failures, old = records[sites[index].lead]
             if plan is not None and refresh is not None:
-                self.plans[index], self.refreshes[index], self.failures[index] = plan, refresh, failures
-            block.sketch_error, block.core, block.failures = old.sketch_error, old.core, old.failures
+                self.plans[index], self.refreshes[index], self.failures[index] = (
+                    plan,
+                    refresh,
+                    failures,
+                )
+            block.sketch_error, block.core, block.failures = (
+                old.sketch_error,
+                old.core,
+                old.failures,
+            )
             if old.bound is not None:
                 block.bind(old.bound)
         return max((refresh.step for refresh in self.refreshes.values()), default=None)

@@ -31,14 +31,23 @@ def pack_block(site: Site, active: tuple[Segment, ...], block: Block) -> dict[st
     return rest | {PARTS: {str(i): part for i, part in enumerate(parts)}}
 
 
-def unpack_block(site: Site, active: tuple[Segment, ...], entry: Mapping[str, Any]) -> Block | None:
+def unpack_block(
+    site: Site, active: tuple[Segment, ...], entry: Mapping[str, Any]
+) -> Block | None:
     """The block, whole or spread as the parameters are now; None where it is one of other parameters."""
     params = [s.param for s in active]
-    block = unpack({k: v for k, v in entry.items() if k != PARTS}, Block, site.lead.device, site.dtype)
+    block = unpack(
+        {k: v for k, v in entry.items() if k != PARTS},
+        Block,
+        site.lead.device,
+        site.dtype,
+    )
     if PARTS not in entry:
         if block.U.shape != site.shape(active):
             return None
-        if not site.sharded or block.base is not None:  # a base is not spread, and so not kept either
+        if (
+            not site.sharded or block.base is not None
+        ):  # a base is not spread, and so not kept either
             return block
         return replace(block, U=site.spread(active, block.U.explicit().U.T))
     parts = [entry[PARTS][str(i)] for i in range(len(entry[PARTS]))]
@@ -46,6 +55,13 @@ def unpack_block(site: Site, active: tuple[Segment, ...], entry: Mapping[str, An
         return None
     if site.sharded:
         return replace(block, U=from_parts(parts, params, site.dtype))
-    columns = zip(*(whole(part).to(site.lead.device).unbind(-1) for part in parts), strict=True)
-    Y = torch.stack([site.gather(active, dict(zip(params, one, strict=True)), site.dtype) for one in columns])
+    columns = zip(
+        *(whole(part).to(site.lead.device).unbind(-1) for part in parts), strict=True
+    )
+    Y = torch.stack(
+        [
+            site.gather(active, dict(zip(params, one, strict=True)), site.dtype)
+            for one in columns
+        ]
+    )
     return replace(block, U=Merged.of(Y, site.shape(active)))

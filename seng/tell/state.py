@@ -41,7 +41,9 @@ def pack(value: Any, device: torch.device) -> dict[str, Any]:
         if not f.init or entry is None:
             continue
         if isinstance(entry, NESTED):
-            out[f"{f.name}:{type(entry).__name__}"] = {IS: torch.ones(1, dtype=torch.bool, device=device)} | pack(entry, device)
+            out[f"{f.name}:{type(entry).__name__}"] = {
+                IS: torch.ones(1, dtype=torch.bool, device=device)
+            } | pack(entry, device)
             continue
         tensor = entry if isinstance(entry, Tensor) else _number(entry, device)
         out |= {f.name: tensor} if tensor.dim() else {f"{f.name}()": tensor[None]}
@@ -51,11 +53,17 @@ def pack(value: Any, device: torch.device) -> dict[str, Any]:
 def _number(entry: Any, device: torch.device) -> Tensor:
     """A number or several; a float by its bits, which no tool that changes precisions touches."""
     if isinstance(entry, float):
-        return torch.tensor(entry, dtype=torch.float64, device="cpu").view(torch.int64).to(device)
+        return (
+            torch.tensor(entry, dtype=torch.float64, device="cpu")
+            .view(torch.int64)
+            .to(device)
+        )
     return torch.tensor(entry, device=device)
 
 
-def unpack(state: Mapping[str, Any], kind: type[T], device: torch.device, dtype: torch.dtype) -> T:
+def unpack(
+    state: Mapping[str, Any], kind: type[T], device: torch.device, dtype: torch.dtype
+) -> T:
     """The value that `pack` was given, on another device or in another precision if need be."""
     if kind is Merged and "Q" in state:  # before 0.2 it was U = Q diag(√eigenvalues)
         Y = (state["Q"] * state["eigenvalues"].sqrt()).T.contiguous()
@@ -75,7 +83,9 @@ def unpack(state: Mapping[str, Any], kind: type[T], device: torch.device, dtype:
         elif f.type == "Tensor":
             cast = tensor.is_floating_point() and tensor.dtype not in HALF
             # On a GPU blocks are written to in place: not to what was loaded.
-            values[f.name] = tensor.to(device, dtype if cast else None, copy=tensor.is_cuda)
+            values[f.name] = tensor.to(
+                device, dtype if cast else None, copy=tensor.is_cuda
+            )
         elif f.type == "float":
             values[f.name] = tensor.cpu().view(torch.float64).item()
         else:
@@ -124,7 +134,11 @@ def expect_curvature(state: dict[str, Any], checkpoint: str | os.PathLike[str]) 
 
 def _ours(path: tuple[Any, ...]) -> bool:
     """Whether a path into a checkpoint leads to curvature, nested or flattened."""
-    return any(part == "seng" or (isinstance(part, str) and part.startswith("state.") and ".seng." in part) for part in path)
+    return any(
+        part == "seng"
+        or (isinstance(part, str) and part.startswith("state.") and ".seng." in part)
+        for part in path
+    )
 
 
 def _forget(state: dict[Any, Any]) -> None:

@@ -47,7 +47,9 @@ def outcome(s: Situation) -> tuple[str, str]:
         try:
             s.check()
         except (ValueError, TypeError, RuntimeError) as error:
-            ours = "seng" in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts[-2:] or "SENG" in str(error)
+            ours = "seng" in Path(
+                traceback.extract_tb(error.__traceback__)[-1].filename
+            ).parts[-2:] or "SENG" in str(error)
             if not ours:
                 raise
             return "refused", str(error)
@@ -62,20 +64,30 @@ def mlp(seed: int = 0) -> nn.Sequential:
 
 def batch(seed: int = 0, size: int = 6):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 3, generator=generator), torch.randn(size, 2, generator=generator)
+    return torch.randn(size, 3, generator=generator), torch.randn(
+        size, 2, generator=generator
+    )
 
 
 def exact(model, x, target, layers=None, backward=None, tolerance=1e-9, **options):
     """One step equals (M + λI)⁻¹g of every layer with M from a backward per sample; parameters without a layer take g/λ."""
-    blocks = [list(layer.parameters()) for layer in (layers if layers is not None else model.children())]
+    blocks = [
+        list(layer.parameters())
+        for layer in (layers if layers is not None else model.children())
+    ]
     blocks = [params for params in blocks if params]
     u = [naive.per_sample_gradients(model, x, target, params) for params in blocks]
     opt = optimizer(model, **options)
     before = [[p.detach().clone() for p in params] for params in blocks]
     (backward or (lambda: naive.loss_of(model(x), target).backward()))()
     opt.step()
-    got = torch.cat([naive.flat(b) - naive.flat(p) for b, p in zip(before, blocks, strict=True)])
-    assert naive.relative_error(got, reference([(rows, rows.mean(0)) for rows in u])) < tolerance
+    got = torch.cat(
+        [naive.flat(b) - naive.flat(p) for b, p in zip(before, blocks, strict=True)]
+    )
+    assert (
+        naive.relative_error(got, reference([(rows, rows.mean(0)) for rows in u]))
+        < tolerance
+    )
     return opt
 
 
@@ -83,14 +95,20 @@ def loop(model, opt, start=0, stop=9, run=None, step=None, scaler=None):
     for i in range(start, stop):
         opt.zero_grad()
         x, target = batch(i)
-        loss = naive.loss_of((run or model)(x.to(model[0].weight.dtype)), target.to(model[0].weight.dtype))
+        loss = naive.loss_of(
+            (run or model)(x.to(model[0].weight.dtype)),
+            target.to(model[0].weight.dtype),
+        )
         (scaler.scale(loss) if scaler else loss).backward()
         (step or opt.step)()
     return naive.flat([p.detach().double() for p in model.parameters()])
 
 
 def sengs(model, **options):
-    absolute = {"damping": 0.3, "curvature": seng.Curvature(relative_damping=False)}  # a relative λ would not see a wrong scale
+    absolute = {
+        "damping": 0.3,
+        "curvature": seng.Curvature(relative_damping=False),
+    }  # a relative λ would not see a wrong scale
     return seng.SENG(model, **{"lr": 0.05, "refresh_every": 3, **absolute, **options})
 
 
@@ -99,7 +117,9 @@ def as_plain(got, tolerance=1e-10, **options):
     model, other = mlp(), mlp()
     want = loop(model, sengs(model, **options))
     sgd = loop(other, torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9))
-    assert naive.relative_error(got, want) < min(tolerance, naive.relative_error(sgd, want) / 2)
+    assert naive.relative_error(got, want) < min(
+        tolerance, naive.relative_error(sgd, want) / 2
+    )
 
 
 def plain_gradient(model, parameter, x):

@@ -22,7 +22,10 @@ for reentrant in (True, False):
         as_plain(loop(model, sengs(model), run=run))
 
 
-@situation("Autograd", "gradient accumulation: k micro-batches equal one batch, in gradient and curvature")
+@situation(
+    "Autograd",
+    "gradient accumulation: k micro-batches equal one batch, in gradient and curvature",
+)
 def _():
     model, (x, target) = mlp(), batch()
 
@@ -41,17 +44,27 @@ def _():
     naive.loss_of(model(x), target).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     g = naive.flat([p.grad for p in model[0].parameters()])
-    assert naive.relative_error(stepped(model, opt)[: len(g)], reference([(u, g)])) < 1e-9
+    assert (
+        naive.relative_error(stepped(model, opt)[: len(g)], reference([(u, g)])) < 1e-9
+    )
 
 
 @situation("Autograd", "several forwards in one backward add up per sample")
 def _():
     model, (x, target), (other, _) = mlp(), batch(), batch(1)
     blocks = [list(model[i].parameters()) for i in (0, 2, 3)]
-    u = [sum(naive.per_sample_gradients(model, v, target, params) for v in (x, other)) for params in blocks]
+    u = [
+        sum(naive.per_sample_gradients(model, v, target, params) for v in (x, other))
+        for params in blocks
+    ]
     opt = optimizer(model)
     (naive.loss_of(model(x), target) + naive.loss_of(model(other), target)).backward()
-    assert naive.relative_error(stepped(model, opt), reference([(rows, rows.mean(0)) for rows in u])) < 1e-9
+    assert (
+        naive.relative_error(
+            stepped(model, opt), reference([(rows, rows.mean(0)) for rows in u])
+        )
+        < 1e-9
+    )
 
 
 @situation("Autograd", "evaluation and no_grad forwards in between")
@@ -73,19 +86,28 @@ def _():
     exact(InPlace(), torch.randn(6, 4), torch.randn(6, 3))
 
 
-@situation("Autograd", "gradients of one batch from torch.autograd.grad, assigned by hand")
+@situation(
+    "Autograd", "gradients of one batch from torch.autograd.grad, assigned by hand"
+)
 def _():
     model, (x, target) = mlp(), batch()
 
     def backward():
         params = list(model.parameters())
-        for p, g in zip(params, torch.autograd.grad(naive.loss_of(model(x), target), params), strict=True):
+        for p, g in zip(
+            params,
+            torch.autograd.grad(naive.loss_of(model(x), target), params),
+            strict=True,
+        ):
             p.grad = g
 
     exact(model, x, target, backward=backward)
 
 
-@situation("Autograd", "a gradient penalty (double backward): the curvature misses what it adds to the gradient")
+@situation(
+    "Autograd",
+    "a gradient penalty (double backward): the curvature misses what it adds to the gradient",
+)
 def _():
     model, (x, target) = mlp(), batch()
     opt = sengs(model)
@@ -115,7 +137,9 @@ def _():
     seen = []
     model[0].register_forward_hook(lambda *_: seen.append("forward"))
     model[3].register_full_backward_hook(lambda *_: seen.append("backward"))
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    model[0].weight.register_post_accumulate_grad_hook(
+        lambda _: seen.append("accumulated")
+    )
     as_plain(loop(model, sengs(model)))
     assert len(seen) == 27
 
@@ -124,7 +148,9 @@ def _():
 def _():
     model = mlp()
     opt = sengs(model)
-    torch.func.jacrev(lambda p: torch.func.functional_call(model, p, batch()[0]))(dict(model.named_parameters()))
+    torch.func.jacrev(lambda p: torch.func.functional_call(model, p, batch()[0]))(
+        dict(model.named_parameters())
+    )
     torch.func.jvp(model, (batch()[0],), (batch()[0],))
     as_plain(loop(model, opt))
 

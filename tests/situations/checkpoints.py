@@ -23,7 +23,10 @@ def resumed(save):
     as_plain(loop(twin, other, 6, 9))
 
 
-@situation("Checkpoints", "state_dict and load_state_dict through torch.save with weights_only=True")
+@situation(
+    "Checkpoints",
+    "state_dict and load_state_dict through torch.save with weights_only=True",
+)
 def _():
     def save(model, opt, twin, other):
         buffer = io.BytesIO()
@@ -36,32 +39,64 @@ def _():
     resumed(save)
 
 
-for through, flat in (("memory", False), ("memory", True), ("a folder, after seng.expect_curvature,", True)):
+for through, flat in (
+    ("memory", False),
+    ("memory", True),
+    ("a folder, after seng.expect_curvature,", True),
+):
     kind = "flattened" if flat else "nested"
 
-    @situation("Checkpoints", f"torch.distributed.checkpoint get and set through {through} {kind}")
+    @situation(
+        "Checkpoints",
+        f"torch.distributed.checkpoint get and set through {through} {kind}",
+    )
     def _(through=through, flat=flat):
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_state_dict,
+            set_state_dict,
+        )
 
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
 
         def save(model, opt, twin, other):
-            state = dict(zip(("model", "optim"), get_state_dict(model, opt, options=options), strict=True))
+            state = dict(
+                zip(
+                    ("model", "optim"),
+                    get_state_dict(model, opt, options=options),
+                    strict=True,
+                )
+            )
             if through != "memory":
                 with tempfile.TemporaryDirectory() as folder:
                     dcp.save(state, checkpoint_id=folder)
-                    state = dict(zip(("model", "optim"), get_state_dict(twin, other, options=options), strict=True))
+                    state = dict(
+                        zip(
+                            ("model", "optim"),
+                            get_state_dict(twin, other, options=options),
+                            strict=True,
+                        )
+                    )
                     seng.expect_curvature(state, folder)
                     dcp.load(state, checkpoint_id=folder)
             state = copy.deepcopy(state)
             model_state, optim_state = state["model"], state["optim"]
-            set_state_dict(twin, other, model_state_dict=model_state, optim_state_dict=optim_state, options=options)
+            set_state_dict(
+                twin,
+                other,
+                model_state_dict=model_state,
+                optim_state_dict=optim_state,
+                options=options,
+            )
 
         resumed(save)
 
 
-@situation("Checkpoints", "a checkpoint of torch.optim.SGD: momentum is kept, curvature built at the next step")
+@situation(
+    "Checkpoints",
+    "a checkpoint of torch.optim.SGD: momentum is kept, curvature built at the next step",
+)
 def _():
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -84,7 +119,10 @@ def _():
     as_plain(loop(twin, other, 6, 9), 1e-4)
 
 
-@situation("Checkpoints", "copy.deepcopy((model, optimizer)) and pickle: copies train on, apart from the original")
+@situation(
+    "Checkpoints",
+    "copy.deepcopy((model, optimizer)) and pickle: copies train on, apart from the original",
+)
 def _():
     for clone in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
         model = mlp()
@@ -95,7 +133,10 @@ def _():
         assert torch.equal(naive.flat(model.parameters()), before)
 
 
-@situation("Checkpoints", "AveragedModel, EMA and other copies of the model alone: their hooks do nothing")
+@situation(
+    "Checkpoints",
+    "AveragedModel, EMA and other copies of the model alone: their hooks do nothing",
+)
 def _():
     model = mlp()
     opt = sengs(model)

@@ -16,12 +16,18 @@ def framework(example):
     """The example runs to its end, and every layer of it is covered; tests/test_frameworks.py compares with the plain loop."""
     torch.set_default_dtype(torch.float32)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        runpy.run_path(str(Path(__file__).parents[2] / "examples" / f"{example}.py"), run_name="__main__")
+        runpy.run_path(
+            str(Path(__file__).parents[2] / "examples" / f"{example}.py"),
+            run_name="__main__",
+        )
     assert "merged" in out.getvalue() and "plain" not in out.getvalue()
 
 
 for title, example in (
-    ("Lightning: configure_optimizers, accumulation, clipping, scheduler", "lightning_module"),
+    (
+        "Lightning: configure_optimizers, accumulation, clipping, scheduler",
+        "lightning_module",
+    ),
     ("Accelerate: prepare, accumulate, clipping", "accelerate_loop"),
     ("Hugging Face Trainer: optimizers= and optimizer_cls_and_kwargs=", "hf_trainer"),
 ):

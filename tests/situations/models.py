@@ -3,7 +3,16 @@
 import naive
 import torch
 import torch.nn.functional as F
-from test_capture import FunctionalTie, Positions, SharedConv, Tied, Twice, optimizer, reference, stepped
+from test_capture import (
+    FunctionalTie,
+    Positions,
+    SharedConv,
+    Tied,
+    Twice,
+    optimizer,
+    reference,
+    stepped,
+)
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -42,11 +51,20 @@ class Attention(nn.Module):
         self.qkv, self.out, self.norm = nn.Linear(4, 12), nn.Linear(4, 4), nn.RMSNorm(4)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (2, 2)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            t.unflatten(-1, (2, 2)).transpose(1, 2)
+            for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
-@situation("Models", "attention written with nn.Linear and scaled_dot_product_attention")
+@situation(
+    "Models", "attention written with nn.Linear and scaled_dot_product_attention"
+)
 def _():
     exact(Attention(), torch.randn(5, 3, 4), torch.randn(5, 3, 4))
 
@@ -81,25 +99,35 @@ for kind in (nn.LSTM, nn.GRU):
 
 @situation("Models", "weight_norm (a parametrization)")
 def _():
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)
+    )
     plain_gradient(model, model[0].parametrizations.weight.original1, torch.randn(5, 3))
 
 
 @situation("Models", "pruned layers (torch.nn.utils.prune)")
 def _():
-    model = nn.Sequential(prune.l1_unstructured(nn.Linear(3, 4), "weight", 2), nn.Tanh(), nn.Linear(4, 2))
+    model = nn.Sequential(
+        prune.l1_unstructured(nn.Linear(3, 4), "weight", 2), nn.Tanh(), nn.Linear(4, 2)
+    )
     plain_gradient(model, model[0].weight_orig, torch.randn(5, 3))
 
 
 @situation("Models", "grouped, depthwise and transposed convolutions, GroupNorm")
 def _():
-    layers = nn.Conv2d(2, 4, 2, groups=2), nn.GroupNorm(2, 4), nn.ConvTranspose2d(4, 2, 2, groups=2)
+    layers = (
+        nn.Conv2d(2, 4, 2, groups=2),
+        nn.GroupNorm(2, 4),
+        nn.ConvTranspose2d(4, 2, 2, groups=2),
+    )
     exact(nn.Sequential(*layers), torch.randn(5, 2, 4, 4), torch.randn(5, 2, 4, 4))
 
 
 @situation("Models", "channels_last")
 def _():
-    model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Conv2d(4, 2, 2)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Conv2d(4, 2, 2)).to(
+        memory_format=torch.channels_last
+    )
     x = torch.randn(5, 2, 4, 4).to(memory_format=torch.channels_last)
     exact(model, x, torch.randn(5, 2, 2, 2))
 
@@ -124,7 +152,9 @@ def _():
     exact(model, x, target, layers=[model], backward=backward)
 
 
-@situation("Models", "a layer whose dimension 0 is not the sample (a table of positions)")
+@situation(
+    "Models", "a layer whose dimension 0 is not the sample (a table of positions)"
+)
 def _():
     model = Positions()
     plain_gradient(model, model.places.weight, torch.randint(7, (8, 5)))

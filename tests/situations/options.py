@@ -14,24 +14,42 @@ def _():
     for lr in (0.05, torch.tensor(0.05)):
         model = mlp()
         opt = sengs(model, lr=lr)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.05, total_steps=20, cycle_momentum=False)
-        got.append(loop(model, opt, step=lambda opt=opt, schedule=schedule: (opt.step(), schedule.step())))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            opt, 0.05, total_steps=20, cycle_momentum=False
+        )
+        got.append(
+            loop(
+                model,
+                opt,
+                step=lambda opt=opt, schedule=schedule: (opt.step(), schedule.step()),
+            )
+        )
     assert naive.relative_error(*got) < 1e-6
 
 
 @situation("Optimizer", "param groups with their own lr and damping")
 def _():
     model = mlp()
-    groups = [{"params": model[0].parameters(), "damping": 0.1, "lr": 0.01}, {"params": model[2:].parameters()}]
-    opt = seng.SENG(groups, lr=0.05, module=model, weight_decay=0.01, curvature=seng.Curvature())
+    groups = [
+        {"params": model[0].parameters(), "damping": 0.1, "lr": 0.01},
+        {"params": model[2:].parameters()},
+    ]
+    opt = seng.SENG(
+        groups, lr=0.05, module=model, weight_decay=0.01, curvature=seng.Curvature()
+    )
     loop(model, opt)
-    assert opt.diagnostics()["0"]["damping"] == pytest.approx(0.1 * opt.diagnostics()["0"]["top_eigenvalue"])
+    assert opt.diagnostics()["0"]["damping"] == pytest.approx(
+        0.1 * opt.diagnostics()["0"]["top_eigenvalue"]
+    )
 
 
 @situation("Optimizer", "two dampings inside one layer")
 def _():
     model = mlp()
-    groups = [{"params": [model[0].weight], "damping": 0.1}, {"params": [model[0].bias], "damping": 0.2}]
+    groups = [
+        {"params": [model[0].weight], "damping": 0.1},
+        {"params": [model[0].bias], "damping": 0.2},
+    ]
     loop(model, seng.SENG(groups, module=model))
 
 
@@ -84,4 +102,6 @@ def _():
         naive.loss_of(model(batch(i)[0]), batch(i)[1]).backward()
         first.step()
         second.step()
-    assert len(first.preconditioner.blocks) == 1 and len(second.preconditioner.blocks) == 2
+    assert (
+        len(first.preconditioner.blocks) == 1 and len(second.preconditioner.blocks) == 2
+    )

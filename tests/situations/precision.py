@@ -5,7 +5,16 @@ import torch
 from torch import nn
 
 import seng
-from situations import as_plain, batch, exact, loop, mlp, plain_gradient, sengs, situation
+from situations import (
+    as_plain,
+    batch,
+    exact,
+    loop,
+    mlp,
+    plain_gradient,
+    sengs,
+    situation,
+)
 
 
 @situation("Precision", "float64 parameters: curvature and solve in float64")
@@ -18,12 +27,16 @@ def low_precision(dtype, tolerance):
     model = mlp().to(dtype)
     opt = sengs(model)
     as_plain(loop(model, opt), tolerance)
-    assert all(b.gram.dtype == torch.float32 for b in opt.preconditioner.blocks.values())
+    assert all(
+        b.gram.dtype == torch.float32 for b in opt.preconditioner.blocks.values()
+    )
 
 
 @situation("Precision", "float32 parameters")
 def _():
-    low_precision(torch.float32, 1e-3)  # where, unlike in float64, eigenvalues below a thousandth of λ are dropped
+    low_precision(
+        torch.float32, 1e-3
+    )  # where, unlike in float64, eigenvalues below a thousandth of λ are dropped
 
 
 @situation("Precision", "bfloat16 parameters: curvature and solve in float32")
@@ -60,12 +73,18 @@ def _():
     autocast(torch.bfloat16)
 
 
-@situation("Precision", "autocast to float16 with a GradScaler: captures are unscaled by the scale of their step")
+@situation(
+    "Precision",
+    "autocast to float16 with a GradScaler: captures are unscaled by the scale of their step",
+)
 def _():
     autocast(torch.float16, torch.amp.GradScaler("cpu", init_scale=1024.0))
 
 
-@situation("Precision", "GradScaler that skips a step: captures are dropped and the step does not count")
+@situation(
+    "Precision",
+    "GradScaler that skips a step: captures are dropped and the step does not count",
+)
 def _():
     model = mlp()
     opt, scaler = sengs(model), torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -81,7 +100,10 @@ def _():
     got = []
     for enabled in (False, True):
         model = mlp()
-        opt, scaler = sengs(model), torch.amp.GradScaler("cpu", init_scale=64.0, enabled=enabled)
+        opt, scaler = (
+            sengs(model),
+            torch.amp.GradScaler("cpu", init_scale=64.0, enabled=enabled),
+        )
 
         def step(opt=opt, model=model, scaler=scaler):
             scaler.unscale_(opt)
@@ -95,17 +117,26 @@ def _():
 
 @situation("Precision", "layers of different precision in one model")
 def _():
-    model = nn.ModuleDict({"a": nn.Linear(3, 4).float(), "b": nn.Linear(4, 2).bfloat16()})
+    model = nn.ModuleDict(
+        {"a": nn.Linear(3, 4).float(), "b": nn.Linear(4, 2).bfloat16()}
+    )
     opt = seng.SENG(model, lr=0.01)
-    model["b"](model["a"](torch.randn(5, 3).float()).bfloat16()).square().mean().backward()
+    model["b"](
+        model["a"](torch.randn(5, 3).float()).bfloat16()
+    ).square().mean().backward()
     opt.step()
-    assert len(opt.preconditioner.blocks) == 2 and all(p.isfinite().all() for p in model.parameters())
+    assert len(opt.preconditioner.blocks) == 2 and all(
+        p.isfinite().all() for p in model.parameters()
+    )
 
 
 class Complex(nn.Module):
     def __init__(self):
         super().__init__()
-        self.real, self.complex = nn.Linear(3, 3), nn.Linear(3, 2, dtype=torch.complex128)
+        self.real, self.complex = (
+            nn.Linear(3, 3),
+            nn.Linear(3, 2, dtype=torch.complex128),
+        )
 
     def forward(self, x):
         return self.complex(self.real(x).to(torch.complex128)).abs()

@@ -12,7 +12,9 @@ from situations import as_plain, loop, mlp, sengs, situation
 
 def in_a_group(run):
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1
+        )
         try:
             run()
         finally:
@@ -48,7 +50,9 @@ def _():
     from test_distributed import train
 
     torch.set_default_dtype(torch.float64)
-    assert torch.allclose(among_two(train, 6, {}, [6, 6]), train(0, 6, {"form": "merged"}, None))
+    assert torch.allclose(
+        among_two(train, 6, {}, [6, 6]), train(0, 6, {"form": "merged"}, None)
+    )
 
 
 @situation("Processes", "FSDP2 (fully_shard) with two processes")
@@ -57,7 +61,9 @@ def _():
     from test_fsdp import trained
 
     torch.set_default_dtype(torch.float64)
-    assert torch.allclose(among_two(trained, 6, {}), train(0, 6, {"form": "merged"}, None))
+    assert torch.allclose(
+        among_two(trained, 6, {}), train(0, 6, {"form": "merged"}, None)
+    )
 
 
 @situation("Processes", "nn.DataParallel without GPUs")

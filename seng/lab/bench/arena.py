@@ -36,7 +36,9 @@ class Arena:
 
     def backward(self, forward: Any, batch: Batch) -> Tensor:
         """The loss; its gradients are left with the parameters."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"
+        ):
             loss = self.task.loss(forward(batch[0]), batch[1])
         loss.backward()
         return loss.detach()
@@ -50,11 +52,15 @@ class Arena:
 class Entrant:
     """One contender with a model of its own."""
 
-    def __init__(self, name: str, arena: Arena, setting: Setting, refresh_every: int) -> None:
+    def __init__(
+        self, name: str, arena: Arena, setting: Setting, refresh_every: int
+    ) -> None:
         self.arena, self.period = arena, refresh_every
         self.model = arena.model()
         self.model.load_state_dict(arena.start)
-        self.optimizer = contender(name, self.model, setting, refresh_every, arena.task.lr)
+        self.optimizer = contender(
+            name, self.model, setting, refresh_every, arena.task.lr
+        )
         self.forward = compiled(self.model) if arena.compile else self.model
         self.batches: Iterator[Batch] = cycle(arena.pool)
         self.loss = torch.zeros(())
@@ -84,8 +90,14 @@ class Entrant:
 
     def resident(self) -> int:
         """Bytes that are there between steps, gradients left aside."""
-        tensors = [*self.model.parameters(), *self.model.buffers(), *(t for batch in self.arena.pool for t in batch)]
-        return sum(t.numel() * t.element_size() for t in tensors) + state_bytes(self.optimizer)
+        tensors = [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *(t for batch in self.arena.pool for t in batch),
+        ]
+        return sum(t.numel() * t.element_size() for t in tensors) + state_bytes(
+            self.optimizer
+        )
 
 
 def compiled(model: nn.Module) -> Any:

@@ -22,7 +22,13 @@ import torch
 
 from seng import SENG
 from seng.lab.bench.arena import Arena, Entrant
-from seng.lab.bench.contenders import BASELINES, SENGS, LeftOutError, Setting, state_bytes
+from seng.lab.bench.contenders import (
+    BASELINES,
+    SENGS,
+    LeftOutError,
+    Setting,
+    state_bytes,
+)
 from seng.lab.bench.distributed import distributed
 from seng.lab.bench.exact import Watch, compare, observed
 from seng.lab.bench.memory import clean, peak
@@ -73,8 +79,12 @@ class Bench:
         sgd.batches, self.arena.unseen = iter(self.arena.unseen), []
         sgd.steps(self.task.warm)
         if not sgd.loss.isfinite():
-            raise RuntimeError(f"SGD diverged within {self.task.warm} steps on {self.task.name}: a smaller lr is needed there")
-        self.arena.start = {name: t.clone() for name, t in sgd.model.state_dict().items()}
+            raise RuntimeError(
+                f"SGD diverged within {self.task.warm} steps on {self.task.name}: a smaller lr is needed there"
+            )
+        self.arena.start = {
+            name: t.clone() for name, t in sgd.model.state_dict().items()
+        }
 
     @contextmanager
     def attempt(self, row: Row, what: str) -> Iterator[None]:
@@ -85,7 +95,11 @@ class Bench:
         except LeftOutError as why:
             row.runs, row.note = False, str(why)
         except Exception as error:
-            said = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
+            said = (
+                "out of memory"
+                if isinstance(error, torch.OutOfMemoryError)
+                else f"{type(error).__name__}: {error}"
+            )
             row.runs = row.runs and what == "direction"
             row.note = f"{row.note} {what}: {said.splitlines()[0]}".strip()
 
@@ -102,7 +116,14 @@ class Bench:
         s, model = row.setting, self.arena.model()
         model.load_state_dict(self.arena.start)
         curvature = s.curvature(SENGS[row.contender])
-        optimizer = SENG(model, 1.0, momentum=0, damping=s.damping, refresh_every=s.every, curvature=curvature)
+        optimizer = SENG(
+            model,
+            1.0,
+            momentum=0,
+            damping=s.damping,
+            refresh_every=s.every,
+            curvature=curvature,
+        )
         watch = Watch(model)
         self.arena.backward(model, self.arena.pool[0])
         watch.remove()
@@ -119,9 +140,22 @@ class Bench:
     def footprints(self, rows: Sequence[Row]) -> None:
         """Peak memory over steps with a refresh among them, each contender alone on the device, and bytes of state."""
         for row in rows:
-            known = next((r for r in self.rows if r.contender == row.contender and r.peak_MiB is not None), None)
-            if known is not None and row.contender in BASELINES:  # the same at every damping
-                row.peak_MiB, row.reserved_MiB, row.state_MiB = known.peak_MiB, known.reserved_MiB, known.state_MiB
+            known = next(
+                (
+                    r
+                    for r in self.rows
+                    if r.contender == row.contender and r.peak_MiB is not None
+                ),
+                None,
+            )
+            if (
+                known is not None and row.contender in BASELINES
+            ):  # the same at every damping
+                row.peak_MiB, row.reserved_MiB, row.state_MiB = (
+                    known.peak_MiB,
+                    known.reserved_MiB,
+                    known.state_MiB,
+                )
             elif row.runs:
                 with self.attempt(row, "memory"):
                     self.footprint(row)
@@ -137,8 +171,13 @@ class Bench:
         e.steps(2 * period + 1)
         row.state_MiB = state_bytes(e.optimizer) / MiB
         if self.arena.device.type == "cuda" or not self.arena.compile:
-            allocated, reserved = peak(lambda: e.steps(period), self.arena.device, e.resident)
-            row.peak_MiB, row.reserved_MiB = allocated / MiB, None if reserved is None else reserved / MiB
+            allocated, reserved = peak(
+                lambda: e.steps(period), self.arena.device, e.resident
+            )
+            row.peak_MiB, row.reserved_MiB = (
+                allocated / MiB,
+                None if reserved is None else reserved / MiB,
+            )
 
     def race(self, rows: Sequence[Row]) -> None:
         """All contenders in turns: a window with a refresh, a window without; who begins changes from round to round."""
@@ -151,7 +190,10 @@ class Bench:
                 e.steps(max(2 * period, 5))
                 entrants.append((row, e, []))
         for i in range(self.task.rounds):
-            order = entrants[i % max(len(entrants), 1) :] + entrants[: i % max(len(entrants), 1)]
+            order = (
+                entrants[i % max(len(entrants), 1) :]
+                + entrants[: i % max(len(entrants), 1)]
+            )
             for row, e, times in order:
                 with self.attempt(row, f"round {i + 1} of {self.task.rounds}"):
                     e.rewind()
@@ -170,21 +212,33 @@ class Bench:
         if "seng" not in entrants or "sgd" not in entrants:
             return
         row, T = entrants["seng"][0], entrants["seng"][0].setting.every
-        if 2 * self.task.window >= T or row.idle_ms is None or 3e-3 * T * row.idle_ms > CHECK_SECONDS:
+        if (
+            2 * self.task.window >= T
+            or row.idle_ms is None
+            or 3e-3 * T * row.idle_ms > CHECK_SECONDS
+        ):
             return
         with self.attempt(row, f"a whole period of {T} steps"):
             sgd, e = entrants["sgd"][1], Entrant("seng", self.arena, row.setting, T)
             e.steps(T)
             parts = [T // 5 + (i < T % 5) for i in range(5)]
-            pairs = [(count * e.seconds(count), count * sgd.seconds(count)) for count in parts]
+            pairs = [
+                (count * e.seconds(count), count * sgd.seconds(count))
+                for count in parts
+            ]
             ours, theirs = (sum(side) for side in zip(*pairs, strict=True))
-            row.whole_period_ms, row.whole_period_ratio_to_sgd = 1e3 * ours / T, ours / theirs
+            row.whole_period_ms, row.whole_period_ratio_to_sgd = (
+                1e3 * ours / T,
+                ours / theirs,
+            )
 
     def tell(self, status: str) -> None:
         """Write what there is, and show it."""
         if self.rows:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.result(), indent=1, ensure_ascii=False) + "\n")
+            self.path.write_text(
+                json.dumps(self.result(), indent=1, ensure_ascii=False) + "\n"
+            )
         self.screen.show(self.task.name, status, self.rows)
 
     def result(self) -> dict[str, Any]:
@@ -238,10 +292,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         import tyro
     except ImportError:
-        sys.exit("seng bench: tyro is missing, which reads the options: pip install 'seng[lab]'")
+        sys.exit(
+            "seng bench: tyro is missing, which reads the options: pip install 'seng[lab]'"
+        )
     try:
         prefixless = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-        options = tyro.cli(Options, prog="seng bench", description=__doc__, args=arguments, config=prefixless)
+        options = tyro.cli(
+            Options,
+            prog="seng bench",
+            description=__doc__,
+            args=arguments,
+            config=prefixless,
+        )
     except ValueError as wrong:
         sys.exit(f"seng bench: {wrong}")
     if options.plot is not None:

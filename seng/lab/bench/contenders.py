@@ -15,8 +15,19 @@ import seng
 from seng.lab.muon import MuonAndAdamW
 from seng.metrics.curvature import Form
 
-BASELINES = ("sgd", "adamw", "muon", "kfac", "seng orthogonal", "seng kronecker")  # the same at every setting of SENG's
-SENGS: Mapping[str, Form] = {"seng" if form == "auto" else f"seng {form}": form for form in get_args(Form) if form != "plain"}
+BASELINES = (
+    "sgd",
+    "adamw",
+    "muon",
+    "kfac",
+    "seng orthogonal",
+    "seng kronecker",
+)  # the same at every setting of SENG's
+SENGS: Mapping[str, Form] = {
+    "seng" if form == "auto" else f"seng {form}": form
+    for form in get_args(Form)
+    if form != "plain"
+}
 REFRESHING = ("kfac", "seng kronecker", *SENGS)
 CONTENDERS = (*BASELINES, "seng", "seng merged", "seng implicit", "seng explicit")
 
@@ -35,7 +46,9 @@ class Setting:
 
     def curvature(self, form: Form) -> seng.Curvature:
         if self.decay and form not in ("auto", "merged"):
-            raise LeftOutError(f"only the merged form accumulates curvature (decay {self.decay:g})")
+            raise LeftOutError(
+                f"only the merged form accumulates curvature (decay {self.decay:g})"
+            )
         return seng.Curvature(
             form,
             samples=self.samples,
@@ -65,7 +78,9 @@ class LeftOutError(Exception):
     """Why a contender does not run, in words."""
 
 
-def contender(name: str, model: nn.Module, setting: Setting, refresh_every: int, lr: float) -> Steps:
+def contender(
+    name: str, model: nn.Module, setting: Setting, refresh_every: int, lr: float
+) -> Steps:
     """The optimizer of that name; `lr` is SGD's. `refresh_every` may differ from the setting's T, over which it is spread."""
     fused = next(model.parameters()).is_cuda or None
     if name == "sgd":
@@ -87,10 +102,19 @@ def contender(name: str, model: nn.Module, setting: Setting, refresh_every: int,
         kfac: Steps = KFAC(model, lr=0.1 * lr, damping=0.1, refresh_every=refresh_every)
         return kfac
     curvature = setting.curvature(SENGS[name])
-    return seng.SENG(model, lr, weight_decay=5e-4, damping=setting.damping, refresh_every=refresh_every, curvature=curvature)
+    return seng.SENG(
+        model,
+        lr,
+        weight_decay=5e-4,
+        damping=setting.damping,
+        refresh_every=refresh_every,
+        curvature=curvature,
+    )
 
 
 def state_bytes(optimizer: Steps) -> int:
     """Of everything in the state_dict."""
     tensors = [t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)]
-    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+    return sum(
+        {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values()
+    )

@@ -29,7 +29,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    spawn,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import seng
@@ -42,7 +46,9 @@ from seng.lab.bench.tasks import Task
 from seng.lab.bench.traffic import Traffic
 from seng.lab.record import provenance
 
-TIMEOUT = timedelta(minutes=5)  # of a collective: a rank that waits longer waits for one that has failed
+TIMEOUT = timedelta(
+    minutes=5
+)  # of a collective: a rank that waits longer waits for one that has failed
 ON_CPU = {"batch": 32, "warm": 4, "window": 3, "rounds": 3}  # unless told otherwise
 RANK = 16  # Curvature's own default
 MiB = 2**20
@@ -57,9 +63,13 @@ class Row:
     gradient_bytes: int | None = None  # of all gradients, once
     idle_bytes: float | None = None  # per step between refreshes
     refresh_bytes: float | None = None  # what a step with a refresh sends more
-    extra_gradients: float | None = None  # per step, beyond SGD's, a refresh spread over T steps
+    extra_gradients: float | None = (
+        None  # per step, beyond SGD's, a refresh spread over T steps
+    )
     idle_by_kind: dict[str, float] = field(default_factory=dict)
-    refresh_by_kind: dict[str, float] = field(default_factory=dict)  # of the whole step with a refresh
+    refresh_by_kind: dict[str, float] = field(
+        default_factory=dict
+    )  # of the whole step with a refresh
     idle_messages: float | None = None
     step_ms: float | None = None  # a refresh spread over T steps included
     idle_ms: float | None = None
@@ -74,13 +84,17 @@ class Row:
 class Ranked(Entrant):
     """One contender with a model of its own, which DistributedDataParallel keeps alike on all ranks."""
 
-    def __init__(self, strategy: str | None, arena: Arena, setting: Setting, refresh_every: int) -> None:
+    def __init__(
+        self, strategy: str | None, arena: Arena, setting: Setting, refresh_every: int
+    ) -> None:
         self.arena, self.period = arena, refresh_every
         self.model, task = arena.model(), arena.task
         ids = [torch.cuda.current_device()] if arena.device.type == "cuda" else None
         self.forward = DistributedDataParallel(self.model, device_ids=ids)
         if strategy is None:
-            self.optimizer = contender("sgd", self.model, setting, refresh_every, task.lr)
+            self.optimizer = contender(
+                "sgd", self.model, setting, refresh_every, task.lr
+            )
         else:
             self.optimizer = seng.SENG(
                 self.forward,
@@ -107,18 +121,28 @@ class Ranked(Entrant):
         dist.all_gather_object(found, (dict(traffic.by_kind), traffic.messages.total()))
         share = 1 / (steps * len(found))
         kinds = sorted({kind for by_kind, _ in found for kind in by_kind})
-        by_kind = {kind: share * sum(each.get(kind, 0) for each, _ in found) for kind in kinds}
-        return {"by_kind": by_kind, "bytes": sum(by_kind.values()), "messages": share * sum(count for _, count in found)}
+        by_kind = {
+            kind: share * sum(each.get(kind, 0) for each, _ in found) for kind in kinds
+        }
+        return {
+            "by_kind": by_kind,
+            "bytes": sum(by_kind.values()),
+            "messages": share * sum(count for _, count in found),
+        }
 
 
-def measure(rank: int, row: Row, task: Task, setting: Setting, options: Options, folder: str) -> None:
+def measure(
+    rank: int, row: Row, task: Task, setting: Setting, options: Options, folder: str
+) -> None:
     """One rank of one row; the first one writes the row."""
     torch.set_num_threads(1)
     cuda = options.device.type == "cuda"
     if cuda:
         torch.cuda.set_device(rank)
     meeting = f"file://{folder}/rendezvous"
-    dist.init_process_group("nccl" if cuda else "gloo", meeting, TIMEOUT, row.ranks, rank)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", meeting, TIMEOUT, row.ranks, rank
+    )
     _raced(rank, row, task, setting, options)
     if rank == 0:
         Path(folder, "row.json").write_text(json.dumps(asdict(row)))
@@ -130,11 +154,15 @@ def measure(rank: int, row: Row, task: Task, setting: Setting, options: Options,
 def _raced(rank: int, row: Row, task: Task, setting: Setting, options: Options) -> None:
     arena = Arena(task, options)
     arena.unseen = []
-    arena.pool = task.batches(arena.seed + 1 + rank, arena.device, task.pool)  # every rank has its own samples
+    arena.pool = task.batches(
+        arena.seed + 1 + rank, arena.device, task.pool
+    )  # every rank has its own samples
     strategy = None if row.contender == "sgd" else row.contender.removeprefix("seng ")
     period = 1 if setting.every == 1 else 2 * task.window
     sgd = Ranked(None, arena, setting, period)
-    entrants = [sgd] if strategy is None else [sgd, Ranked(strategy, arena, setting, period)]
+    entrants = (
+        [sgd] if strategy is None else [sgd, Ranked(strategy, arena, setting, period)]
+    )
     for e in entrants:
         e.steps(max(task.warm, 3))
     count(row, entrants, setting.every, task.window)
@@ -151,11 +179,20 @@ def count(row: Row, entrants: Sequence[Ranked], every: int, window: int) -> None
     busy = e.counted(1)
     between = every > 1 or e is sgd  # else every step is a refresh
     idle = e.counted(window) if between else plain
-    row.gradient_bytes = sum(p.numel() * p.element_size() for p in e.model.parameters() if p.requires_grad)
+    row.gradient_bytes = sum(
+        p.numel() * p.element_size() for p in e.model.parameters() if p.requires_grad
+    )
     if between:
-        row.idle_bytes, row.idle_by_kind, row.idle_messages = idle["bytes"], idle["by_kind"], idle["messages"]
+        row.idle_bytes, row.idle_by_kind, row.idle_messages = (
+            idle["bytes"],
+            idle["by_kind"],
+            idle["messages"],
+        )
     if e is not sgd:
-        row.refresh_bytes, row.refresh_by_kind = busy["bytes"] - idle["bytes"], busy["by_kind"]
+        row.refresh_bytes, row.refresh_by_kind = (
+            busy["bytes"] - idle["bytes"],
+            busy["by_kind"],
+        )
     spread = idle["bytes"] + (busy["bytes"] - idle["bytes"]) / every
     row.extra_gradients = (spread - plain["bytes"]) / row.gradient_bytes
 
@@ -163,18 +200,27 @@ def count(row: Row, entrants: Sequence[Ranked], every: int, window: int) -> None
 def race(row: Row, entrants: Sequence[Ranked], setting: Setting, task: Task) -> None:
     """In turns: a window with a refresh, a window without; who begins changes from round to round."""
     timed: list[tuple[rows.Row, list[tuple[float, float]]]] = [
-        (rows.Row("sgd" if i == 0 else "seng", setting), []) for i, _ in enumerate(entrants)
+        (rows.Row("sgd" if i == 0 else "seng", setting), [])
+        for i, _ in enumerate(entrants)
     ]
     for i in range(task.rounds):
         for j in range(len(entrants)):
             at = (i + j) % len(entrants)
             entrants[at].rewind()
-            timed[at][1].append((entrants[at].seconds(task.window), entrants[at].seconds(task.window)))
+            timed[at][1].append(
+                (entrants[at].seconds(task.window), entrants[at].seconds(task.window))
+            )
     rows.summarise(timed, task.window)
     found = timed[-1][0]
-    row.step_ms, row.idle_ms, row.refresh_ms = found.step_ms, found.idle_ms, found.refresh_ms
+    row.step_ms, row.idle_ms, row.refresh_ms = (
+        found.step_ms,
+        found.idle_ms,
+        found.refresh_ms,
+    )
     row.ratio_to_sgd = found.ratio_to_sgd
-    row.samples_per_second = 1e3 * row.ranks * task.batch / found.step_ms if found.step_ms else None
+    row.samples_per_second = (
+        1e3 * row.ranks * task.batch / found.step_ms if found.step_ms else None
+    )
 
 
 @contextmanager
@@ -194,34 +240,56 @@ def one_thread() -> Iterator[None]:
 def measured(row: Row, task: Task, setting: Setting, options: Options) -> Row:
     """The row, from processes of its own; where they fail, it says why."""
     if options.device.type == "cuda" and row.ranks > torch.cuda.device_count():
-        return replace(row, note=f"needs {row.ranks} GPUs, and there are {torch.cuda.device_count()}")
+        return replace(
+            row,
+            note=f"needs {row.ranks} GPUs, and there are {torch.cuda.device_count()}",
+        )
     with tempfile.TemporaryDirectory() as folder, one_thread():
         try:
             spawn(measure, (row, task, setting, options, folder), row.ranks)
         except (ProcessRaisedException, ProcessExitedException) as failed:
             lines = [line for line in str(failed).splitlines() if line.strip()]
-            errors = [line for line in lines if not line.startswith((" ", "-")) and ": " in line]
+            errors = [
+                line
+                for line in lines
+                if not line.startswith((" ", "-")) and ": " in line
+            ]
             return replace(row, note=(errors or lines)[-1])
         return Row(**json.loads(Path(folder, "row.json").read_text()))
 
 
 def cores() -> int:
     """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def scaled(found: Sequence[Row]) -> None:
     """Efficiencies, from each contender's row with the fewest ranks."""
     for row in found:
-        known = [r for r in found if r.contender == row.contender and r.samples_per_second]
+        known = [
+            r for r in found if r.contender == row.contender and r.samples_per_second
+        ]
         if row.samples_per_second and known:
             least = min(known, key=lambda r: r.ranks)
-            row.efficiency = row.samples_per_second / least.samples_per_second * least.ranks / row.ranks  # type: ignore[operator]
+            row.efficiency = (
+                row.samples_per_second  # type: ignore[operator]
+                / least.samples_per_second
+                * least.ranks
+                / row.ranks
+            )
 
 
 def quick(task: Task, options: Options) -> Task:
     """On a CPU, few and small steps unless told otherwise."""
-    unsaid: dict[str, Any] = {name: value for name, value in ON_CPU.items() if getattr(options.amounts, name) is None}
+    unsaid: dict[str, Any] = {
+        name: value
+        for name, value in ON_CPU.items()
+        if getattr(options.amounts, name) is None
+    }
     return replace(task, **unsaid) if options.device.type == "cpu" else task
 
 
@@ -233,7 +301,9 @@ def number(value: float | None, digits: int) -> str:
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "ranks": lambda r: f"{r.ranks}{'*' * r.shares_cores}",
     "contender": lambda r: r.contender,
-    "MiB per step\nbetween refreshes": lambda r: number(r.idle_bytes and r.idle_bytes / MiB, 3),
+    "MiB per step\nbetween refreshes": lambda r: number(
+        r.idle_bytes and r.idle_bytes / MiB, 3
+    ),
     "messages\nper step": lambda r: number(r.idle_messages, 0),
     "MiB per\nrefresh": lambda r: number(r.refresh_bytes and r.refresh_bytes / MiB, 3),
     "gradients per step\nbeyond SGD": lambda r: number(r.extra_gradients, 4),
@@ -246,23 +316,44 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 def show(screen: Screen, title: str, found: Sequence[Row]) -> None:
     """The table, to stay, with what it has no room for."""
-    remarks = [f"  {row.ranks} ranks, {row.contender}: {row.note}" for row in found if row.note]
+    remarks = [
+        f"  {row.ranks} ranks, {row.contender}: {row.note}" for row in found if row.note
+    ]
     if any(row.shares_cores for row in found):
         remarks.insert(
-            0, f"  * more ranks than the {cores()} cores: times, ratios and efficiencies there are of ranks waiting for a core"
+            0,
+            f"  * more ranks than the {cores()} cores: times, ratios and efficiencies there are of ranks waiting for a core",
         )
     cells = [[show(row) for show in COLUMNS.values()] for row in found]
     if screen.console is None:
-        print(title, *("  ".join(line) for line in [[name.replace("\n", " ") for name in COLUMNS], *cells]), *remarks, sep="\n")
+        print(
+            title,
+            *(
+                "  ".join(line)
+                for line in [[name.replace("\n", " ") for name in COLUMNS], *cells]
+            ),
+            *remarks,
+            sep="\n",
+        )
         return
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "contender" else "right", no_wrap=True)
+        table.add_column(
+            name, justify="left" if name == "contender" else "right", no_wrap=True
+        )
     for row, line in zip(found, cells, strict=True):
-        table.add_row(*line, end_section=row is [r for r in found if r.ranks == row.ranks][-1])
+        table.add_row(
+            *line, end_section=row is [r for r in found if r.ranks == row.ranks][-1]
+        )
     screen.console.print(table, *remarks, sep="\n", highlight=False)
 
 
@@ -280,10 +371,16 @@ class Comparison:
     def run(self, screen: Screen) -> None:
         """Every row."""
         asked, cpu = self.options.parallel, self.options.device.type == "cpu"
-        strategies = [f"seng {name}" for name in STRATEGIES if name in (asked.strategies or STRATEGIES)]
+        strategies = [
+            f"seng {name}"
+            for name in STRATEGIES
+            if name in (asked.strategies or STRATEGIES)
+        ]
         for ranks in sorted(set(asked.ranks or (1, 2, 4))):
             for name in ("sgd", *strategies):
-                screen.show(self.task.name, f"{name}, {ranks} rank{'s' * (ranks > 1)}", [])
+                screen.show(
+                    self.task.name, f"{name}, {ranks} rank{'s' * (ranks > 1)}", []
+                )
                 row = Row(name, ranks, shares_cores=cpu and ranks > cores())
                 self.found.append(measured(row, self.task, self.setting, self.options))
                 scaled(self.found)
@@ -301,7 +398,12 @@ class Comparison:
             **asdict(self.setting),
             **{name: getattr(self.task, name) for name in ("warm", "window", "rounds")},
         }
-        result = {**self.head, "seed": self.options.amounts.seed, "setting": setting, "finished": finished}
+        result = {
+            **self.head,
+            "seed": self.options.amounts.seed,
+            "setting": setting,
+            "finished": finished,
+        }
         result["rows"] = [asdict(row) for row in self.found]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -29,7 +29,9 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.sites: list[Site] = survey(model, self.params)[0]
-        self.calls: dict[int, list[tuple[Member, Tensor, Tensor]]] = {i: [] for i in range(len(self.sites))}
+        self.calls: dict[int, list[tuple[Member, Tensor, Tensor]]] = {
+            i: [] for i in range(len(self.sites))
+        }
         self._hooks = [
             member.module.register_forward_hook(self._hook(i, member))
             for i, site in enumerate(self.sites)
@@ -42,10 +44,14 @@ class Watch:
 
             def keep(g: Tensor) -> None:
                 if a._version != version:
-                    raise RuntimeError(f"the input of {member.name} was overwritten after it was used")
+                    raise RuntimeError(
+                        f"the input of {member.name} was overwritten after it was used"
+                    )
                 self.calls[index].append((member, a, g.detach().clone()))
 
-            if output.grad_fn is not None:  # to look at it makes it: after the library's tap, a view's hook would crash without
+            if (
+                output.grad_fn is not None
+            ):  # to look at it makes it: after the library's tap, a view's hook would crash without
                 output.register_hook(keep)
 
         return seen
@@ -56,10 +62,16 @@ class Watch:
             hook.remove()
 
     @torch.no_grad()
-    def direction(self, damping: float, relative: bool = True, samples: int | None = None) -> Directions:
+    def direction(
+        self, damping: float, relative: bool = True, samples: int | None = None
+    ) -> Directions:
         """d in float64 for every gradient; what was seen is let go, site by site. `samples`: ϱ, the first so many."""
         grads = {p: p.grad for p in self.params if p.grad is not None}
-        counts = Counter(len(member.sample_first(a, g)[0]) for calls in self.calls.values() for member, a, g in calls)
+        counts = Counter(
+            len(member.sample_first(a, g)[0])
+            for calls in self.calls.values()
+            for member, a, g in calls
+        )
         B = counts.most_common(1)[0][0]
         out = {p: g.double() for p, g in grads.items()}  # where there is no site, d = g
         for index, site in enumerate(self.sites):
@@ -70,25 +82,46 @@ class Watch:
             active = site.active()
             g = site.gather(active, grads, torch.float64)
             d = exact(site, arranged, g, min(B, samples or B), damping, relative)
-            out |= {p: part for p, part in site.scatter(active, d).items() if p in grads}
+            out |= {
+                p: part for p, part in site.scatter(active, d).items() if p in grads
+            }
         return out
 
 
 def exact(
-    site: Site, calls: list[tuple[Member, Tensor, Tensor]], g: Tensor, rho: int, damping: float, relative: bool
+    site: Site,
+    calls: list[tuple[Member, Tensor, Tensor]],
+    g: Tensor,
+    rho: int,
+    damping: float,
+    relative: bool,
 ) -> Tensor:
     """d (n,) of one site, in the precision of g (n,)."""
     # Under autocast a layer multiplies its input in the precision of its output.
-    seen = [(member, a.to(y.dtype) if member.kind.factored and a.is_floating_point() else a, y) for member, a, y in calls]
-    parts = [site.operator(site.active(), member, _like(a, g), _like(y, g)) for member, a, y in seen]
+    seen = [
+        (
+            member,
+            a.to(y.dtype) if member.kind.factored and a.is_floating_point() else a,
+            y,
+        )
+        for member, a, y in calls
+    ]
+    parts = [
+        site.operator(site.active(), member, _like(a, g), _like(y, g))
+        for member, a, y in seen
+    ]
     B = len(calls[0][1])
-    scale = B / rho**0.5  # with a mean loss u_i = B × captured, and the columns of U are u_i/√ϱ
+    scale = (
+        B / rho**0.5
+    )  # with a mean loss u_i = B × captured, and the columns of U are u_i/√ϱ
     U = parts[0] if len(parts) == 1 else Columns(parts, B, g)
     K = scale**2 * U.gram()[:rho, :rho]
     lam = damping * (torch.linalg.eigvalsh(K)[-1] if relative else 1.0)
     if lam <= 0:
         return g
-    b = torch.linalg.solve(K + lam * torch.eye(rho, dtype=K.dtype, device=K.device), scale * U.rmv(g)[:rho])
+    b = torch.linalg.solve(
+        K + lam * torch.eye(rho, dtype=K.dtype, device=K.device), scale * U.rmv(g)[:rho]
+    )
     d: Tensor = g - scale * U.mv(torch.cat([b, b.new_zeros(B - rho)]))
     return d
 
@@ -148,14 +181,29 @@ class Quality:
     exact_norm_to_gradient: float
 
 
-def compare(sites: list[Site], got: Directions, want: Directions, grads: Mapping[nn.Parameter, Tensor]) -> Quality:
+def compare(
+    sites: list[Site],
+    got: Directions,
+    want: Directions,
+    grads: Mapping[nn.Parameter, Tensor],
+) -> Quality:
     """`got` against `want`."""
-    layers = [(site.name, [s.param for s in site.active() if s.param in want]) for site in sites]
-    layers = [(name, params) for name, params in layers if any(bool(want[p].any()) for p in params)]
+    layers = [
+        (site.name, [s.param for s in site.active() if s.param in want])
+        for site in sites
+    ]
+    layers = [
+        (name, params)
+        for name, params in layers
+        if any(bool(want[p].any()) for p in params)
+    ]
     errors = {name: _error(got, want, params) for name, params in layers}
     cosines = {name: _cosine(got, want, params) for name, params in layers}
     everything = list(want)
-    far, turned = max(errors, key=lambda name: errors[name]), min(cosines, key=lambda name: cosines[name])
+    far, turned = (
+        max(errors, key=lambda name: errors[name]),
+        min(cosines, key=lambda name: cosines[name]),
+    )
     return Quality(
         _error(got, want, everything),
         _cosine(got, want, everything),
@@ -170,18 +218,34 @@ def compare(sites: list[Site], got: Directions, want: Directions, grads: Mapping
     )
 
 
-def _dot(x: Mapping[nn.Parameter, Tensor], y: Mapping[nn.Parameter, Tensor], params: list[nn.Parameter]) -> float:
+def _dot(
+    x: Mapping[nn.Parameter, Tensor],
+    y: Mapping[nn.Parameter, Tensor],
+    params: list[nn.Parameter],
+) -> float:
     return float(sum((x[p].double() * y[p].double()).sum() for p in params))
 
 
-def _cosine(x: Mapping[nn.Parameter, Tensor], y: Mapping[nn.Parameter, Tensor], params: list[nn.Parameter]) -> float:
+def _cosine(
+    x: Mapping[nn.Parameter, Tensor],
+    y: Mapping[nn.Parameter, Tensor],
+    params: list[nn.Parameter],
+) -> float:
     both = (_dot(x, x, params) * _dot(y, y, params)) ** 0.5
     return _dot(x, y, params) / both if both else float("nan")
 
 
-def _ratio(x: Mapping[nn.Parameter, Tensor], y: Mapping[nn.Parameter, Tensor], params: list[nn.Parameter]) -> float:
+def _ratio(
+    x: Mapping[nn.Parameter, Tensor],
+    y: Mapping[nn.Parameter, Tensor],
+    params: list[nn.Parameter],
+) -> float:
     return float((_dot(x, x, params) / _dot(y, y, params)) ** 0.5)
 
 
-def _error(x: Mapping[nn.Parameter, Tensor], y: Mapping[nn.Parameter, Tensor], params: list[nn.Parameter]) -> float:
+def _error(
+    x: Mapping[nn.Parameter, Tensor],
+    y: Mapping[nn.Parameter, Tensor],
+    params: list[nn.Parameter],
+) -> float:
     return _ratio({p: x[p].double() - y[p].double() for p in params}, y, params)

@@ -21,11 +21,21 @@ class PeakBytes(TorchDispatchMode):
         self.live: dict[int, int] = {}
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, Tensor) and (key := t.untyped_storage()._cdata) not in given and key not in self.live:
+            if (
+                isinstance(t, Tensor)
+                and (key := t.untyped_storage()._cdata) not in given
+                and key not in self.live
+            ):
                 storage = t.untyped_storage()
                 self.live[key] = storage.nbytes()
                 self.now += storage.nbytes()
@@ -44,7 +54,9 @@ def clean(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def peak(work: Callable[[], None], device: torch.device, resident: Callable[[], int]) -> tuple[int, int | None]:
+def peak(
+    work: Callable[[], None], device: torch.device, resident: Callable[[], int]
+) -> tuple[int, int | None]:
     """Bytes allocated at the peak, with what was there before (on a CPU `resident` says how much), and bytes reserved."""
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -24,7 +24,10 @@ class Preset:
     decay: float
     samples: int | None = None
     memory: int | None = None  # bytes
-    dampings: tuple[tuple[float, bool], ...] = ((0.01, True), (1.0, False))  # ours, relative; the paper's, absolute
+    dampings: tuple[tuple[float, bool], ...] = (
+        (0.01, True),
+        (1.0, False),
+    )  # ours, relative; the paper's, absolute
 
 
 PRESETS = {
@@ -94,11 +97,15 @@ class Parallel:
 
     def __post_init__(self) -> None:
         if not self.distributed and (self.ranks or self.strategies):
-            raise ValueError("--ranks and --strategies say how --distributed measures: give it too")
+            raise ValueError(
+                "--ranks and --strategies say how --distributed measures: give it too"
+            )
         for name in self.strategies:
             chosen("strategy", name, list(STRATEGIES))
         if any(count < 1 for count in self.ranks):
-            raise ValueError(f"--ranks are counts of at least 1, not {' '.join(map(str, self.ranks))}")
+            raise ValueError(
+                f"--ranks are counts of at least 1, not {' '.join(map(str, self.ranks))}"
+            )
 
 
 @dataclass(frozen=True)
@@ -126,18 +133,28 @@ class Options:
             raise ValueError(
                 "--distributed measures sgd and SENG's --strategies, not compiled: leave --contenders and --compile out"
             )
-        counts = {"window": self.amounts.window, "rounds": self.amounts.rounds, "batch": self.amounts.batch}
+        counts = {
+            "window": self.amounts.window,
+            "rounds": self.amounts.rounds,
+            "batch": self.amounts.batch,
+        }
         for name, value in {**counts, "every": self.changes.every}.items():
             if value is not None and value < 1:
                 raise ValueError(f"--{name} is a count of at least 1, not {value}")
 
     @property
     def device(self) -> torch.device:
-        return torch.device(self.amounts.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return torch.device(
+            self.amounts.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        )
 
     @property
     def tasks(self) -> list[Task]:
-        default = [name for name in TASKS if name != "small_cnn"] if self.device.type == "cuda" else ["small_cnn"]
+        default = (
+            [name for name in TASKS if name != "small_cnn"]
+            if self.device.type == "cuda"
+            else ["small_cnn"]
+        )
         return [self.measured(TASKS[name]) for name in self.which.models or default]
 
     @property
@@ -147,38 +164,69 @@ class Options:
 
     def measured(self, task: Task) -> Task:
         """With the amounts that were asked for."""
-        asked = {name: getattr(self.amounts, name) for name in ("batch", "warm", "window", "rounds")}
-        return replace(task, **{name: value for name, value in asked.items() if value is not None})
+        asked = {
+            name: getattr(self.amounts, name)
+            for name in ("batch", "warm", "window", "rounds")
+        }
+        return replace(
+            task, **{name: value for name, value in asked.items() if value is not None}
+        )
 
     def settings(self, task: Task) -> list[Setting]:
         """One for each damping."""
         preset, c = PRESETS[self.which.preset], self.changes
-        dampings = preset.dampings if c.damping is None else ((c.damping, not c.absolute),)
+        dampings = (
+            preset.dampings if c.damping is None else ((c.damping, not c.absolute),)
+        )
         every = c.every or preset.every or task.every
         rank = preset.rank if c.rank is None else c.rank
         decay = preset.decay if c.decay is None else c.decay
         samples = preset.samples if c.samples is None else c.samples
-        return [Setting(every, damping, relative, rank, decay, samples, preset.memory) for damping, relative in dampings]
+        return [
+            Setting(every, damping, relative, rank, decay, samples, preset.memory)
+            for damping, relative in dampings
+        ]
 
     def _given(self, *groups: Any) -> dict[str, Any]:
         return {
-            name: value for group in groups for name, value in vars(group).items() if value != getattr(type(group), name, None)
+            name: value
+            for group in groups
+            for name, value in vars(group).items()
+            if value != getattr(type(group), name, None)
         }
 
     def path(self, task: Task) -> Path:
         """<model>[-compiled][-<preset>][-<what differs from it>]-<device>.json"""
-        amounts = {k: v for k, v in self._given(self.amounts).items() if k not in ("device", "rounds", "window")}
+        amounts = {
+            k: v
+            for k, v in self._given(self.amounts).items()
+            if k not in ("device", "rounds", "window")
+        }
         parts = [task.name]
         parts += ["distributed"] * self.parallel.distributed
         parts += ["compiled"] * self.which.compile
         parts += [self.which.preset] * (self.which.preset != "default")
-        parts += [k if v is True else f"{k}{v:g}" for k, v in {**self._given(self.changes), **amounts}.items()]
+        parts += [
+            k if v is True else f"{k}{v:g}"
+            for k, v in {**self._given(self.changes), **amounts}.items()
+        ]
         return self.out / ("-".join([*parts, self.device.type]) + ".json")
 
     def command(self, task: Task) -> str:
         """What makes the result of one model again."""
         words = ["seng", "bench"]
         which = replace(self.which, models=(task.name,))
-        for name, value in self._given(which, self.changes, self.amounts, self.parallel).items():
-            words += [f"--{name}", *([] if value is True else map(str, value) if isinstance(value, tuple) else [str(value)])]
+        for name, value in self._given(
+            which, self.changes, self.amounts, self.parallel
+        ).items():
+            words += [
+                f"--{name}",
+                *(
+                    []
+                    if value is True
+                    else map(str, value)
+                    if isinstance(value, tuple)
+                    else [str(value)]
+                ),
+            ]
         return shlex.join(words)

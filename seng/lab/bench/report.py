@@ -37,7 +37,10 @@ def _small(value: float | None) -> str:
 
 def sections(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """The rows of each setting."""
-    return [(str(s), [row for row in rows if row.setting == s]) for s in dict.fromkeys(row.setting for row in rows)]
+    return [
+        (str(s), [row for row in rows if row.setting == s])
+        for s in dict.fromkeys(row.setting for row in rows)
+    ]
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
@@ -46,7 +49,9 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.whole_period_ms is not None:
             whole = f"{row.whole_period_ms:.2f} ms per step, {row.whole_period_ratio_to_sgd:.3f} of SGD's"
-            said.append(f"{row.contender}: {row.setting.every} steps timed in one go: {whole}")
+            said.append(
+                f"{row.contender}: {row.setting.every} steps timed in one go: {whole}"
+            )
     return said
 
 
@@ -54,9 +59,20 @@ def plain(rows: Sequence[Row]) -> str:
     """As text."""
     lines: list[str] = []
     for setting, part in sections(rows):
-        cells = [[name.replace("\n", " ") for name in COLUMNS], *([show(row) for show in COLUMNS.values()] for row in part)]
+        cells = [
+            [name.replace("\n", " ") for name in COLUMNS],
+            *([show(row) for show in COLUMNS.values()] for row in part),
+        ]
         widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
-        lines += [setting, *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)]
+        lines += [
+            setting,
+            *(
+                "  ".join(
+                    cell.rjust(width) for cell, width in zip(line, widths, strict=True)
+                )
+                for line in cells
+            ),
+        ]
         lines += [f"  {remark}" for remark in remarks(part)]
     return "\n".join(lines)
 
@@ -69,9 +85,17 @@ def pretty(rows: Sequence[Row]) -> Any:
 
     parts: list[Any] = []
     for setting, part in sections(rows):
-        table = Table(title=setting, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table = Table(
+            title=setting,
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
         for name in COLUMNS:
-            table.add_column(name, justify="left" if name == "contender" else "right", no_wrap=True)
+            table.add_column(
+                name, justify="left" if name == "contender" else "right", no_wrap=True
+            )
         for row in part:
             table.add_row(*(show(row) for show in COLUMNS.values()))
         parts += [table, *(f"  {remark}" for remark in remarks(part))]
@@ -90,8 +114,12 @@ class Screen:
         except ImportError:
             return
         found = Console()
-        self.console = found if found.is_terminal else Console(width=150)  # a file has room
-        self.live = Live(console=self.console, auto_refresh=False)  # no thread beside what is timed
+        self.console = (
+            found if found.is_terminal else Console(width=150)
+        )  # a file has room
+        self.live = Live(
+            console=self.console, auto_refresh=False
+        )  # no thread beside what is timed
 
     @property
     def _alive(self) -> bool:
@@ -132,11 +160,17 @@ class Screen:
             self.console.print(text, highlight=False, soft_wrap=True)
 
 
-PANELS: tuple[tuple[str, Callable[[dict[str, Any]], float | None], float | None], ...] = (
+PANELS: tuple[
+    tuple[str, Callable[[dict[str, Any]], float | None], float | None], ...
+] = (
     ("time per step / SGD's", lambda row: row["ratio_to_sgd"], 1.0),
     ("peak memory / SGD's", lambda row: row["peak_ratio_to_sgd"], 1.0),
     ("refresh, ms", lambda row: row["refresh_ms"], None),
-    ("relative error of the direction", lambda row: row["quality"] and row["quality"]["error"], 0.05),
+    (
+        "relative error of the direction",
+        lambda row: row["quality"] and row["quality"]["error"],
+        0.05,
+    ),
 )
 COLOURS = ("#D55E00", "#0072B2", "#009E73")  # of Okabe and Ito's palette
 
@@ -154,13 +188,27 @@ def draw(path: Path) -> str:
     s = result["setting"]
     title = f"{s['model']}, batch {s['batch']}, {s['precision']}{', compiled' if s['compiled'] else ''}"
     figure.suptitle(f"{title}\n", fontsize=13)
-    figure.text(0.5, 0.93, f"{result['machine']}, torch {result['versions']['torch']}", ha="center", fontsize=8, color="0.35")
+    figure.text(
+        0.5,
+        0.93,
+        f"{result['machine']}, torch {result['versions']['torch']}",
+        ha="center",
+        fontsize=8,
+        color="0.35",
+    )
     axes = figure.subplots(1, len(PANELS), sharey=True)
     height = 0.8 / len(settings)
     for ax, (label, value, line) in zip(axes, PANELS, strict=True):
         for i, setting in enumerate(settings):
-            rows = [row for row in result["rows"] if json.dumps(row["setting"]) == setting and value(row) is not None]
-            at = [names.index(row["contender"]) + (i - (len(settings) - 1) / 2) * height for row in rows]
+            rows = [
+                row
+                for row in result["rows"]
+                if json.dumps(row["setting"]) == setting and value(row) is not None
+            ]
+            at = [
+                names.index(row["contender"]) + (i - (len(settings) - 1) / 2) * height
+                for row in rows
+            ]
             given = json.loads(setting)
             kind = "relative" if given["relative_damping"] else "absolute"
             bars = ax.barh(

@@ -9,7 +9,9 @@ from statistics import fmean, median, quantiles
 from seng.lab.bench.contenders import REFRESHING, Setting
 from seng.lab.bench.exact import Quality
 
-Times = Sequence[tuple[float, float]]  # seconds per step of a window with a refresh and of one without, round by round
+Times = Sequence[
+    tuple[float, float]
+]  # seconds per step of a window with a refresh and of one without, round by round
 
 
 @dataclass
@@ -24,7 +26,9 @@ class Row:
     ratio_to_sgd: float | None = None  # median over the rounds, each with its own SGD
     ratio_quartiles: list[float] | None = None
     ratio_to_adamw: float | None = None
-    whole_period_ms: float | None = None  # T steps with their one refresh timed as they are, as a check of step_ms
+    whole_period_ms: float | None = (
+        None  # T steps with their one refresh timed as they are, as a check of step_ms
+    )
     whole_period_ratio_to_sgd: float | None = None
     peak_MiB: float | None = None
     reserved_MiB: float | None = None
@@ -50,17 +54,25 @@ def summarise(timed: Sequence[tuple[Row, Times]], window: int) -> None:
             row.idle_ms = row.refresh_ms = None
             if row.setting.every > 1:
                 row.idle_ms = 1e3 * median(idle for _, idle in times)
-                row.refresh_ms = 1e3 * median(window * (busy - idle) for busy, idle in times)
+                row.refresh_ms = 1e3 * median(
+                    window * (busy - idle) for busy, idle in times
+                )
         if "sgd" in step:
             ratios = [a / b for a, b in zip(mine, step["sgd"], strict=True)]
             row.ratio_to_sgd = median(ratios)
-            row.ratio_quartiles = quantiles(ratios, n=4)[::2] if len(ratios) > 1 else None
+            row.ratio_quartiles = (
+                quantiles(ratios, n=4)[::2] if len(ratios) > 1 else None
+            )
         if "adamw" in step:
-            row.ratio_to_adamw = median(a / b for a, b in zip(mine, step["adamw"], strict=True))
+            row.ratio_to_adamw = median(
+                a / b for a, b in zip(mine, step["adamw"], strict=True)
+            )
 
 
 def amortised(row: Row, times: Times, window: int) -> list[float]:
     """Seconds per step in each round, with a refresh spread over T steps."""
     if row.contender in REFRESHING and row.setting.every > 1:
-        return [idle + window * (busy - idle) / row.setting.every for busy, idle in times]
+        return [
+            idle + window * (busy - idle) / row.setting.every for busy, idle in times
+        ]
     return [fmean(pair) for pair in times]

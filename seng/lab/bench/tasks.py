@@ -55,7 +55,9 @@ def images(task: Task, generator: Generator, count: int) -> list[Batch]:
     out = []
     for _ in range(count):
         y, other = torch.randint(task.classes, (2, task.batch), **like)
-        x = F.interpolate(FAINT * prototypes[y], (task.size, task.size), mode="bilinear")
+        x = F.interpolate(
+            FAINT * prototypes[y], (task.size, task.size), mode="bilinear"
+        )
         x += torch.randn(x.shape, **like, dtype=x.dtype)
         y = torch.where(torch.rand(task.batch, **like) < 0.25, other, y)
         out.append((x.to(memory_format=memory_format(task, generator.device)), y))
@@ -66,10 +68,19 @@ def tokens(task: Task, generator: Generator, count: int) -> list[Batch]:
     """(B, size) tokens and the token that follows each."""
     like: dict[str, Any] = {"generator": generator, "device": generator.device}
     zipf = 1 / torch.arange(3, task.classes + 3, device=generator.device)
-    follows = torch.multinomial(zipf, 4 * task.classes, True, generator=generator).view(-1, 4)
+    follows = torch.multinomial(zipf, 4 * task.classes, True, generator=generator).view(
+        -1, 4
+    )
     rows, length = count * task.batch, task.size + 1
-    new = torch.multinomial(zipf, rows * length, True, generator=generator).view(rows, length)
-    which = torch.multinomial(torch.tensor([8.0, 4.0, 2.0, 1.0]).to(zipf), rows * length, True, generator=generator)
+    new = torch.multinomial(zipf, rows * length, True, generator=generator).view(
+        rows, length
+    )
+    which = torch.multinomial(
+        torch.tensor([8.0, 4.0, 2.0, 1.0]).to(zipf),
+        rows * length,
+        True,
+        generator=generator,
+    )
     which, stays = which.view(rows, length), torch.rand(rows, length, **like) < 0.8
     text = [new[:, 0]]
     for t in range(1, length):
@@ -80,18 +91,58 @@ def tokens(task: Task, generator: Generator, count: int) -> list[Batch]:
 
 def memory_format(task: Task, device: torch.device) -> torch.memory_format:
     """channels_last where it applies."""
-    return torch.channels_last if task.convolutional and device.type == "cuda" else torch.contiguous_format
+    return (
+        torch.channels_last
+        if task.convolutional and device.type == "cuda"
+        else torch.contiguous_format
+    )
 
 
 TASKS = {
     task.name: task
     for task in (
-        Task("resnet18", models.resnet18, images, 256, 32, 10, True, lr=0.01, warm=50, window=10, rounds=15),
-        Task("vgg16_bn", models.vgg16_bn, images, 256, 32, 10, True, lr=0.003, warm=50, window=10, rounds=15),
+        Task(
+            "resnet18",
+            models.resnet18,
+            images,
+            256,
+            32,
+            10,
+            True,
+            lr=0.01,
+            warm=50,
+            window=10,
+            rounds=15,
+        ),
+        Task(
+            "vgg16_bn",
+            models.vgg16_bn,
+            images,
+            256,
+            32,
+            10,
+            True,
+            lr=0.003,
+            warm=50,
+            window=10,
+            rounds=15,
+        ),
         Task("resnet50", models.resnet50, images, 256, 224, 1000, True, pool=4),
         Task("gpt2", models.gpt2, tokens, 16, 1024, 50257),
         Task("vit_s16", models.vit_s16, images, 256, 224, 1000, lr=0.01, pool=4),
-        Task("small_cnn", models.small_cnn, images, 128, 32, 10, True, lr=0.005, every=50, warm=50, rounds=11),
+        Task(
+            "small_cnn",
+            models.small_cnn,
+            images,
+            128,
+            32,
+            10,
+            True,
+            lr=0.005,
+            every=50,
+            warm=50,
+            rounds=11,
+        ),
     )
 }
 

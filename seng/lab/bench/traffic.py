@@ -32,14 +32,22 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor
 
 def size(tensors: Any) -> int:
     """Bytes of all tensors in there."""
-    return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, Tensor))
+    return sum(
+        t.numel() * t.element_size()
+        for t in tree_leaves(tensors)
+        if isinstance(t, Tensor)
+    )
 
 
 def group_of(given: Any) -> dist.ProcessGroup:
     """The group that an operator was given: by name, boxed or as it is."""
     if isinstance(given, str):
         return _resolve_process_group(given)  # type: ignore[arg-type, unused-ignore]
-    return dist.ProcessGroup.unbox(given) if isinstance(given, torch.ScriptObject) else given
+    return (
+        dist.ProcessGroup.unbox(given)
+        if isinstance(given, torch.ScriptObject)
+        else given
+    )
 
 
 def to_others(tensor: Tensor, splits: Sequence[int], group: Any) -> int:
@@ -56,10 +64,14 @@ def but_own(lists: Sequence[Any], group: Any) -> int:
 
 def sent(kinds: Sequence[str], tensors: Sequence[Tensor]) -> int:
     """Bytes of those of a batch of messages that go out."""
-    return sum(size(t) for kind, t in zip(kinds, tensors, strict=True) if kind == "isend")
+    return sum(
+        size(t) for kind, t in zip(kinds, tensors, strict=True) if kind == "isend"
+    )
 
 
-Rule = tuple[str, Callable[..., int]]  # the kind, and the bytes that this rank gives, from the operator's arguments
+Rule = tuple[
+    str, Callable[..., int]
+]  # the kind, and the bytes that this rank gives, from the operator's arguments
 
 
 def first(x: Any, *_: Any) -> int:
@@ -87,7 +99,10 @@ RULES: Mapping[str, Rule] = {
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", second),
     "scatter_": ("scatter", lambda _, x, group, *__: but_own(x[0] if x else x, group)),
     "alltoall_": ("all_to_all", lambda _, x, group, *__: but_own(x, group)),
-    "alltoall_base_": ("all_to_all", lambda _, x, group, __, splits, *___: to_others(x, splits, group)),
+    "alltoall_base_": (
+        "all_to_all",
+        lambda _, x, group, __, splits, *___: to_others(x, splits, group),
+    ),
     "send": ("send", first),
     # the functional ones
     "all_reduce": ("all_reduce", first),
@@ -101,8 +116,14 @@ RULES: Mapping[str, Rule] = {
     "reduce_scatter_tensor": ("reduce_scatter", first),
     "reduce_scatter_tensor_out": ("reduce_scatter", first),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter", first),
-    "all_to_all_single": ("all_to_all", lambda x, _, splits, group: to_others(x, splits, group)),
-    "shard_dim_alltoall": ("all_to_all", lambda x, _, __, group: to_others(x, (), group)),
+    "all_to_all_single": (
+        "all_to_all",
+        lambda x, _, splits, group: to_others(x, splits, group),
+    ),
+    "shard_dim_alltoall": (
+        "all_to_all",
+        lambda x, _, __, group: to_others(x, (), group),
+    ),
     "isend": ("send", first),
     "batch_p2p_ops": ("send", lambda kinds, _, __, tensors, *___: sent(kinds, tensors)),
 }
@@ -126,19 +147,28 @@ class Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.by_kind: Counter[str] = Counter()
-        self.messages: Counter[str] = Counter()  # how many collectives of a kind were started
+        self.messages: Counter[str] = (
+            Counter()
+        )  # how many collectives of a kind were started
 
     @property
     def bytes(self) -> int:
         """Of all kinds."""
         return self.by_kind.total()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # a DTensor's turn: it becomes collectives of plain tensors, which come here
-        if func.namespace in NAMESPACES and (name := func._schema.name.partition("::")[2]) not in SILENT:
+        if (
+            func.namespace in NAMESPACES
+            and (name := func._schema.name.partition("::")[2]) not in SILENT
+        ):
             if name not in RULES:
-                raise NotImplementedError(f"Traffic does not know how many bytes {func} sends: give it a rule in {__name__}")
+                raise NotImplementedError(
+                    f"Traffic does not know how many bytes {func} sends: give it a rule in {__name__}"
+                )
             kind, given = RULES[name]
             self.by_kind[kind] += given(*args)
             self.messages[kind] += 1

@@ -13,11 +13,18 @@ from seng.lab.datasets.values import CHUNK, DataError, Report, silent
 
 def _place(archive: Path, member: tarfile.TarInfo, into: Path) -> Path:
     path = PurePosixPath(member.name)
-    if path.is_absolute() or ".." in path.parts or "\\" in member.name or ":" in member.name:
+    if (
+        path.is_absolute()
+        or ".." in path.parts
+        or "\\" in member.name
+        or ":" in member.name
+    ):
         raise DataError(
             f"{archive.name} would write outside of its folder ({member.name!r}): it is not to be trusted, delete it"
         )
-    if not (member.isfile() or member.isdir()):  # even a link that leads inside can make a later one lead outside
+    if not (
+        member.isfile() or member.isdir()
+    ):  # even a link that leads inside can make a later one lead outside
         kind = "a link" if member.issym() or member.islnk() else "a device or pipe"
         raise DataError(
             f"{archive.name} holds {kind} ({member.name!r}), which no dataset needs: it is not to be trusted, delete it"
@@ -42,7 +49,9 @@ def extract(archive: Path, into: Path, report: Report = silent) -> None:
                     shutil.copyfileobj(source, out, CHUNK)
                 report(f"unpacking {archive.name}", raw.tell(), size)
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{archive.name} is not a whole archive ({error}): delete it and get it again") from None
+        raise DataError(
+            f"{archive.name} is not a whole archive ({error}): delete it and get it again"
+        ) from None
 
 
 def gunzip(source: Path, out: Path) -> None:
@@ -51,4 +60,6 @@ def gunzip(source: Path, out: Path) -> None:
         with gzip.open(source, "rb") as packed, out.open("wb") as file:
             shutil.copyfileobj(packed, file, CHUNK)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{source.name} is not a whole gzip file ({error}): delete it and get it again") from None
+        raise DataError(
+            f"{source.name} is not a whole gzip file ({error}): delete it and get it again"
+        ) from None

@@ -21,19 +21,32 @@ def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
 
-def normalise(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def normalise(
+    x: Tensor,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """(x/255 − mean)/std per channel, of uint8 pixels."""
     if x.dtype != torch.uint8:
-        raise TypeError(f"normalise takes pixels as uint8, not {x.dtype}: normalise once, and only what is raw")
+        raise TypeError(
+            f"normalise takes pixels as uint8, not {x.dtype}: normalise once, and only what is raw"
+        )
     if not len(mean) == len(std) == x.shape[1]:
-        raise ValueError(f"{x.shape[1]} channels need as many means and deviations, not {len(mean)} and {len(std)}")
+        raise ValueError(
+            f"{x.shape[1]} channels need as many means and deviations, not {len(mean)} and {len(std)}"
+        )
     scale = _per_channel(tuple(1 / (255 * s) for s in std), x.device)
-    shift = _per_channel(tuple(-m / s for m, s in zip(mean, std, strict=True)), x.device)
+    shift = _per_channel(
+        tuple(-m / s for m, s in zip(mean, std, strict=True)), x.device
+    )
     return (x * scale).add_(shift).to(dtype)
 
 
 def _uniform(count: int, generator: Generator, like: Tensor) -> Tensor:
-    return torch.rand(count, generator=generator, device=like.device, dtype=torch.float32)
+    return torch.rand(
+        count, generator=generator, device=like.device, dtype=torch.float32
+    )
 
 
 def _mirrored(length: int, pad: int, like: Tensor) -> Tensor:
@@ -46,13 +59,21 @@ def crop(x: Tensor, pad: int, generator: Generator, reflect: bool = False) -> Te
     """Every image shifted by up to `pad` pixels along both axes; what comes in from outside is zero, or mirrored."""
     count, _, height, width = x.shape
     if pad < 0 or (reflect and pad >= min(height, width)):
-        raise ValueError(f"a shift by up to {pad} pixels does not fit images of {height} × {width}")
+        raise ValueError(
+            f"a shift by up to {pad} pixels does not fit images of {height} × {width}"
+        )
     if reflect:  # by hand, as torch does not mirror bytes
-        padded = x.index_select(2, _mirrored(height, pad, x)).index_select(3, _mirrored(width, pad, x))
+        padded = x.index_select(2, _mirrored(height, pad, x)).index_select(
+            3, _mirrored(width, pad, x)
+        )
     else:
         padded = F.pad(x, [pad] * 4)
-    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # (N, C, 2 pad + 1, 2 pad + 1, H, W), a view
-    down, across = torch.randint(2 * pad + 1, (2, count), generator=generator, device=x.device)
+    windows = padded.unfold(2, height, 1).unfold(
+        3, width, 1
+    )  # (N, C, 2 pad + 1, 2 pad + 1, H, W), a view
+    down, across = torch.randint(
+        2 * pad + 1, (2, count), generator=generator, device=x.device
+    )
     return windows[torch.arange(count, device=x.device), :, down, across]
 
 
@@ -75,17 +96,29 @@ def resized_crop(
     is far below the image's, shrink the images first.
     """
     count, channels, height, width = x.shape
-    area = height * width * (scale[0] + (scale[1] - scale[0]) * _uniform(count, generator, x))
-    shape = (log(ratio[0]) + (log(ratio[1]) - log(ratio[0])) * _uniform(count, generator, x)).exp()
+    area = (
+        height
+        * width
+        * (scale[0] + (scale[1] - scale[0]) * _uniform(count, generator, x))
+    )
+    shape = (
+        log(ratio[0]) + (log(ratio[1]) - log(ratio[0])) * _uniform(count, generator, x)
+    ).exp()
     wide = ((area * shape).sqrt() / width).clamp(max=1)  # as shares of the image
     high = ((area / shape).sqrt() / height).clamp(max=1)
     theta = torch.zeros(count, 2, 3, device=x.device, dtype=torch.float32)
     theta[:, 0, 0], theta[:, 1, 1] = wide, high
-    theta[:, 0, 2] = (1 - wide) * (2 * _uniform(count, generator, x) - 1)  # the centre, from −1 to 1 across the image
+    theta[:, 0, 2] = (1 - wide) * (
+        2 * _uniform(count, generator, x) - 1
+    )  # the centre, from −1 to 1 across the image
     theta[:, 1, 2] = (1 - high) * (2 * _uniform(count, generator, x) - 1)
     pixels = x if x.is_floating_point() else x.float()
-    grid = F.affine_grid(theta, [count, channels, size, size], align_corners=False).to(pixels.dtype)
-    out = F.grid_sample(pixels, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    grid = F.affine_grid(theta, [count, channels, size, size], align_corners=False).to(
+        pixels.dtype
+    )
+    out = F.grid_sample(
+        pixels, grid, mode="bilinear", padding_mode="border", align_corners=False
+    )
     return out if x.is_floating_point() else out.round_().clamp_(0, 255).to(x.dtype)
 
 

@@ -27,13 +27,17 @@ def _ask(url: str, have: int) -> Any:
     """The answer to a request for all but the first `have` bytes, or None where there are no more."""
     headers = {"User-Agent": "seng"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
-        return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
+        return urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=TIMEOUT
+        )
     except urllib.error.HTTPError as refusal:
         if refusal.code == 416 and have:
             return None
         raise DataError(f"{url} answers {refusal.code} {refusal.reason}") from None
     except (OSError, http.client.HTTPException) as error:
-        raise _CutOffError(getattr(error, "reason", None) or error or type(error).__name__) from None
+        raise _CutOffError(
+            getattr(error, "reason", None) or error or type(error).__name__
+        ) from None
 
 
 def _read_on(url: str, part: Path, report: Report) -> None:
@@ -71,12 +75,18 @@ def _whole(url: str, part: Path, report: Report) -> None:
         except _CutOffError as cut:
             idle = 0 if part.exists() and part.stat().st_size > before else idle + 1
             if idle == ATTEMPTS:
-                begun = "; what came is kept, and the next attempt goes on from there" if part.exists() else ""
+                begun = (
+                    "; what came is kept, and the next attempt goes on from there"
+                    if part.exists()
+                    else ""
+                )
                 raise DataError(f"{url} could not be read ({cut}){begun}") from None
         time.sleep(PAUSE)
 
 
-def download(url: str, to: Path, checks: tuple[Check, ...], report: Report = silent) -> None:
+def download(
+    url: str, to: Path, checks: tuple[Check, ...], report: Report = silent
+) -> None:
     """Verified, then renamed. A part is kept where the connection or the user stopped it, never where it cannot be right."""
     if to.exists():  # of an attempt that got so far
         verify(to, checks)
@@ -95,5 +105,7 @@ def download(url: str, to: Path, checks: tuple[Check, ...], report: Report = sil
         part.unlink()
         if not resumed:
             raise DataError(f"{url}: {wrong}".replace(part.name, to.name)) from None
-        return download(url, to, checks, report)  # the file may have changed between the two halves
+        return download(
+            url, to, checks, report
+        )  # the file may have changed between the two halves
     os.replace(part, to)

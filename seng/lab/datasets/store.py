@@ -23,7 +23,15 @@ from seng.lab.datasets import folders
 from seng.lab.datasets.download import FULL
 from seng.lab.datasets.registry import Dataset, dataset
 from seng.lab.datasets.sources import Local, Source
-from seng.lab.datasets.values import Check, Data, DataError, File, Report, silent, verify
+from seng.lab.datasets.values import (
+    Check,
+    Data,
+    DataError,
+    File,
+    Report,
+    silent,
+    verify,
+)
 
 STAMP = "verified.json"
 
@@ -53,20 +61,28 @@ class Seal:
 def _sealed(path: Path, file: File) -> Seal:
     """By its checksum; a file that is made here gets one now."""
     own = Check("sha256", "")
-    check = verify(path, file.checks) if file.checks else replace(own, digest=own.of(path))
+    check = (
+        verify(path, file.checks) if file.checks else replace(own, digest=own.of(path))
+    )
     return Seal(path.stat().st_size, path.stat().st_mtime_ns, **asdict(check))
 
 
 def _read_stamp(home: Path) -> dict[str, Seal]:
     try:
-        return {name: Seal(**seal) for name, seal in json.loads((home / STAMP).read_text()).items()}
+        return {
+            name: Seal(**seal)
+            for name, seal in json.loads((home / STAMP).read_text()).items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # never written, or not by us: everything is checked again
 
 
 def _write_stamp(home: Path, seals: dict[str, Seal]) -> None:
     beside = home / f".{STAMP}.{os.getpid()}"
-    beside.write_text(json.dumps({name: asdict(seal) for name, seal in seals.items()}, indent=1) + "\n")
+    beside.write_text(
+        json.dumps({name: asdict(seal) for name, seal in seals.items()}, indent=1)
+        + "\n"
+    )
     os.replace(beside, home / STAMP)
 
 
@@ -82,10 +98,16 @@ def check(home: Path, kept: Dataset) -> str:
         path, seal = home / file.name, old.get(file.name)
         if not file.checks:
             if seal is None:
-                raise DataError(f"{path} was not made by a finished `seng data {kept.name}`: {again}")
+                raise DataError(
+                    f"{path} was not made by a finished `seng data {kept.name}`: {again}"
+                )
             file = replace(file, checks=(seal.check,))
         state = path.stat()
-        if seal and seal.check in file.checks and (seal.size, seal.time) == (state.st_size, state.st_mtime_ns):
+        if (
+            seal
+            and seal.check in file.checks
+            and (seal.size, seal.time) == (state.st_size, state.st_mtime_ns)
+        ):
             seals[file.name] = seal
             continue
         try:
@@ -127,8 +149,12 @@ def _stage(folder: Path, name: str, report: Report) -> Iterator[tuple[Path, Path
         except OSError as error:
             if error.errno in FULL:
                 shutil.rmtree(parts, ignore_errors=True)
-                raise DataError(f"the disk of {folder} is full: nothing was kept; make space and try again") from None
-            raise DataError(f"{error.filename or folder} cannot be used ({error.strerror or error})") from None
+                raise DataError(
+                    f"the disk of {folder} is full: nothing was kept; make space and try again"
+                ) from None
+            raise DataError(
+                f"{error.filename or folder} cannot be used ({error.strerror or error})"
+            ) from None
         finally:
             shutil.rmtree(stage, ignore_errors=True)
             with suppress(OSError):
@@ -145,7 +171,9 @@ def _publish(made: Path, home: Path, kept: Dataset) -> None:
         os.replace(made / name, home / name)
 
 
-def _from(source: Source, kept: Dataset, stage: Path, parts: Path, home: Path, report: Report) -> None:
+def _from(
+    source: Source, kept: Dataset, stage: Path, parts: Path, home: Path, report: Report
+) -> None:
     raw, made = stage / "raw", stage / "made"
     for path in (raw, made):
         shutil.rmtree(path, ignore_errors=True)
@@ -154,7 +182,9 @@ def _from(source: Source, kept: Dataset, stage: Path, parts: Path, home: Path, r
     assert kept.assemble is not None  # it has files
     kept.assemble(given, made, report)
     report("checking", 0, None)
-    _write_stamp(made, {file.name: _sealed(made / file.name, file) for file in kept.files})
+    _write_stamp(
+        made, {file.name: _sealed(made / file.name, file) for file in kept.files}
+    )
     _publish(made, home, kept)
 
 
@@ -163,11 +193,15 @@ def _link(kept: Dataset, home: Path, source: Path | None) -> str:
     if source is None:
         if home.is_dir():
             return _described(home)
-        raise DataError(f"{kept.name} cannot be downloaded: give the folder that you have, seng data {kept.name} --from FOLDER")
+        raise DataError(
+            f"{kept.name} cannot be downloaded: give the folder that you have, seng data {kept.name} --from FOLDER"
+        )
     said = _described(source)
     home.parent.mkdir(parents=True, exist_ok=True)
     if home.exists() and not home.is_symlink():
-        raise DataError(f"{home} is there already and is a folder of its own: remove it first, or use it as it is")
+        raise DataError(
+            f"{home} is there already and is a folder of its own: remove it first, or use it as it is"
+        )
     beside = home.parent / f".{kept.name}.{os.getpid()}"
     beside.unlink(missing_ok=True)
     beside.symlink_to(source.resolve(), target_is_directory=True)
@@ -182,7 +216,12 @@ def _described(folder: Path) -> str:
     return f"{len(train.classes)} classes, {len(train.paths):,} / {len(val.paths):,} images"
 
 
-def get(name: str, folder: Path | str | None = None, source: Path | str | None = None, report: Report = silent) -> str:
+def get(
+    name: str,
+    folder: Path | str | None = None,
+    source: Path | str | None = None,
+    report: Report = silent,
+) -> str:
     """See to it that the dataset is in the folder; returns a sentence about what was done.
 
     Only from the folder `source` where it is given. Where all sources fail, a DataError says why each did.
@@ -197,14 +236,22 @@ def get(name: str, folder: Path | str | None = None, source: Path | str | None =
     with _stage(folder, kept.name, report) as (stage, parts):
         if not source and present(kept, home):
             return f"{kept.name} is in {home} already, and whole"
-        for origin in (Local(Path(source)),) if source else (Local(folder), *kept.sources):
+        for origin in (
+            (Local(Path(source)),) if source else (Local(folder), *kept.sources)
+        ):
             try:
                 _from(origin, kept, stage, parts, home, report)
                 return f"{kept.name} is in {home}, from {origin}, and verified"
             except DataError as failure:
                 said = str(failure)
-                failures.append(said if said.startswith(str(origin)) else f"{origin}: {said}")
-        hint = "" if source else f"; where you have its files, seng data {kept.name} --from FOLDER takes them"
+                failures.append(
+                    said if said.startswith(str(origin)) else f"{origin}: {said}"
+                )
+        hint = (
+            ""
+            if source
+            else f"; where you have its files, seng data {kept.name} --from FOLDER takes them"
+        )
         raise DataError(f"{kept.name} could not be had: {'; '.join(failures)}{hint}")
 
 
@@ -224,9 +271,13 @@ def load(name: str, folder: Path | str | None = None) -> Data:
     note = ""
     if kept.files:
         if not folder.is_dir():
-            raise DataError(f"there is no folder {folder}, where {kept.name} should be: `seng data {kept.name}` gets it")
+            raise DataError(
+                f"there is no folder {folder}, where {kept.name} should be: `seng data {kept.name}` gets it"
+            )
         if not home.is_dir():
-            raise DataError(f"there is no {kept.name} in {folder}: `seng data {kept.name}` gets it")
+            raise DataError(
+                f"there is no {kept.name} in {folder}: `seng data {kept.name}` gets it"
+            )
         note = check(home, kept)
     train, test = kept.read(home)
     return Data(kept.name, train, test, kept.classes, kept.mean, kept.std, note)

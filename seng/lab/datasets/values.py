@@ -9,7 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-Report = Callable[[str, int, int | None], None]  # what is being done, how much of it is, and of how much if that is known
+Report = Callable[
+    [str, int, int | None], None
+]  # what is being done, how much of it is, and of how much if that is known
 CHUNK = 1 << 20
 
 
@@ -82,7 +84,9 @@ def verify(path: Path, checks: tuple[Check, ...]) -> Check:
         if found[-1].digest == check.digest:
             return check
     expected, got = (" or ".join(map(str, which)) for which in (checks, found))
-    raise DataError(f"{path.name} is not what it should be: expected {expected}, found {got}")
+    raise DataError(
+        f"{path.name} is not what it should be: expected {expected}, found {got}"
+    )
 
 
 @dataclass(frozen=True)

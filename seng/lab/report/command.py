@@ -43,17 +43,37 @@ class Options:
 def report(options: Options, console: Console) -> None:
     """Read, say how the methods stand, and write the page."""
     if not options.folder.is_dir():
-        raise ValueError(f"there is no folder {options.folder}: give the one that `seng compare` wrote to")
+        raise ValueError(
+            f"there is no folder {options.folder}: give the one that `seng compare` wrote to"
+        )
     trajectories, skipped = read(options.folder)
     for sentence in skipped:
-        console.print(f"skipped: {sentence}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+        console.print(
+            f"skipped: {sentence}",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
     tasks = summarise(trajectories)
     if not tasks:
-        inside = f"; try {options.folder.resolve().parent}" if any(options.folder.glob("*.jsonl")) else ""
-        raise ValueError(f"no results in {options.folder}: runs are expected in {options.folder}/<task>/*.jsonl{inside}")
+        inside = (
+            f"; try {options.folder.resolve().parent}"
+            if any(options.folder.glob("*.jsonl"))
+            else ""
+        )
+        raise ValueError(
+            f"no results in {options.folder}: runs are expected in {options.folder}/<task>/*.jsonl{inside}"
+        )
     tasks = chosen(tasks, options.tasks)
     for task in tasks:
-        console.print(table(task), *(f"  {remark}" for remark in task.remarks), sep="\n", highlight=False, markup=False)
+        console.print(
+            table(task),
+            *(f"  {remark}" for remark in task.remarks),
+            sep="\n",
+            highlight=False,
+            markup=False,
+        )
     text = page(tasks, skipped, str(options.folder))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     part = options.out.with_name(options.out.name + ".part")
@@ -61,8 +81,15 @@ def report(options: Options, console: Console) -> None:
     os.replace(part, options.out)
     if options.figures:
         written = draw(tasks, options.figures)
-        console.print(f"figures: {len(written)} files in {options.figures}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"page: {options.out.resolve()}", highlight=False, soft_wrap=True, markup=False)
+        console.print(
+            f"figures: {len(written)} files in {options.figures}",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
+    console.print(
+        f"page: {options.out.resolve()}", highlight=False, soft_wrap=True, markup=False
+    )
 
 
 def chosen(tasks: list[Task], names: Sequence[str]) -> list[Task]:
@@ -77,7 +104,13 @@ def chosen(tasks: list[Task], names: Sequence[str]) -> list[Task]:
 def table(task: Task) -> Table:
     """The standings, for a terminal."""
     title = f"{task.title}; target: {target_words(task)}"
-    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    out = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for i, word in enumerate(headings(task)):
         out.add_column(word, justify="right" if i else "left")
     for s in task.standings:
@@ -88,10 +121,14 @@ def table(task: Task) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff,)
-    options = tyro.cli(Options, prog="seng report", description=__doc__, args=arguments, config=config)
+    options = tyro.cli(
+        Options, prog="seng report", description=__doc__, args=arguments, config=config
+    )
     console = Console()
     try:
-        report(options, console if console.is_terminal else Console(width=150))  # a file has room
+        report(
+            options, console if console.is_terminal else Console(width=150)
+        )  # a file has room
     except (OSError, ValueError) as wrong:
         sys.exit(f"seng report: {wrong}")
 

@@ -15,7 +15,11 @@ from numpy.typing import NDArray
 from seng.lab.results import Trajectory
 
 MOST = 1000  # points of one curve; a screen shows no more
-AXES = {"seconds": "seconds of training", "step": "steps", "epoch": "epochs"}  # a Point's field, and what it is called
+AXES = {
+    "seconds": "seconds of training",
+    "step": "steps",
+    "epoch": "epochs",
+}  # a Point's field, and what it is called
 Array = NDArray[np.float64]
 
 
@@ -33,14 +37,20 @@ def series(run: Trajectory, x: str, y: str) -> tuple[Array, Array]:
     """One run: a Point's field y against its field x, without what is not finite or not timed, thinned to MOST points."""
     if x == "seconds" and not run.timed:
         return np.empty(0), np.empty(0)
-    pairs = [(getattr(point, x), getattr(point, y)) for point in run.points if getattr(point, y) is not None]
+    pairs = [
+        (getattr(point, x), getattr(point, y))
+        for point in run.points
+        if getattr(point, y) is not None
+    ]
     both = np.array(pairs, dtype=np.float64).reshape(-1, 2)[thin(len(pairs))]
     return both[:, 0], both[:, 1]
 
 
 def thin(count: int, most: int = MOST) -> NDArray[np.int64]:
     """Which of `count` points to keep: evenly spread, with the first and the last."""
-    return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(np.int64))
+    return np.unique(
+        np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(np.int64)
+    )
 
 
 def band(runs: Sequence[Trajectory], x: str, y: str, most: int = MOST) -> Band | None:

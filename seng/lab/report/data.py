@@ -34,7 +34,12 @@ def task_data(task: Task, looks: dict[str, Look]) -> dict[str, Any]:
 
 def metric_range(task: Task, scale: int) -> tuple[float, float] | None:
     """What the picture of the metric opens with: the last quarter of the way to the target, and every method's best in it."""
-    values = [scale * point.metric for run in task.runs for point in run.points if point.metric is not None]
+    values = [
+        scale * point.metric
+        for run in task.runs
+        for point in run.points
+        if point.metric is not None
+    ]
     bests = [scale * s.best.mean for s in task.standings if s.best]
     if task.target is None or not bests:
         return None
@@ -44,7 +49,9 @@ def metric_range(task: Task, scale: int) -> tuple[float, float] | None:
     high = max(sign * goal, *(sign * value for value in values))
     if high <= low:
         return None
-    edges = sorted((sign * (low - 0.04 * (high - low)), sign * (high + 0.06 * (high - low))))
+    edges = sorted(
+        (sign * (low - 0.04 * (high - low)), sign * (high + 0.06 * (high - low)))
+    )
     return edges[0], edges[1]
 
 
@@ -69,7 +76,10 @@ def _method(s: Standing, task: Task, look: Look, scale: int) -> dict[str, Any]:
 def _seed(run: Trajectory, scale: int) -> dict[str, Any]:
     points = [run.points[i] for i in thin(len(run.points))]
     there = run.to_target
-    out: dict[str, Any] = {"seed": run.seed, "target": there and {axis: short(getattr(there, axis)) for axis in AXES}}
+    out: dict[str, Any] = {
+        "seed": run.seed,
+        "target": there and {axis: short(getattr(there, axis)) for axis in AXES},
+    }
     if there and there.metric is not None:
         out["target"]["metric"] = short(scale * there.metric)
     for axis in AXES:
@@ -81,22 +91,37 @@ def _seed(run: Trajectory, scale: int) -> dict[str, Any]:
     for quantity in QUANTITIES:
         factor = scale if quantity == "metric" else 1
         values = [getattr(point, quantity) for point in points]
-        out[quantity] = [None if value is None else short(factor * value) for value in values]
+        out[quantity] = [
+            None if value is None else short(factor * value) for value in values
+        ]
     return out
 
 
 def _bars(
-    standings: Sequence[Standing], value: Callable[[Standing], Estimate | None], unit: str, to_target: bool
+    standings: Sequence[Standing],
+    value: Callable[[Standing], Estimate | None],
+    unit: str,
+    to_target: bool,
 ) -> list[dict[str, Any]]:
     """A bar each; a method without a value keeps its place and says why."""
     out = []
     for s in standings:
         e = value(s)
         share = f"{s.share} seeds" if to_target else ""
-        said = plus_minus(e, "not reached" if to_target and not s.reached else "untimed")
+        said = plus_minus(
+            e, "not reached" if to_target and not s.reached else "untimed"
+        )
         text = f"{said} ({s.share})" if to_target else said
         hover = ", ".join(filter(None, (f"{said} {unit}" if e else said, share)))
-        out.append({"name": s.name, "mean": e and e.mean, "half": e and e.half, "text": text, "hover": hover})
+        out.append(
+            {
+                "name": s.name,
+                "mean": e and e.mean,
+                "half": e and e.half,
+                "text": text,
+                "hover": hover,
+            }
+        )
     return out
 
 

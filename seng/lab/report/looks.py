@@ -39,7 +39,9 @@ class Look:
 def looks(tasks: Sequence[Task]) -> list[dict[str, Look]]:
     """Of each task by method: colours are the same for all tasks, dashes and markers start anew in each."""
     optimizers = sorted({s.optimizer for task in tasks for s in task.standings})
-    spare = [pair for name, pair in COLOURS.items() if name not in optimizers] or list(COLOURS.values())
+    spare = [pair for name, pair in COLOURS.items() if name not in optimizers] or list(
+        COLOURS.values()
+    )
     palette = dict(COLOURS)
     for optimizer in optimizers:
         taken = sum(name not in COLOURS for name in palette)
@@ -50,9 +52,14 @@ def looks(tasks: Sequence[Task]) -> list[dict[str, Look]]:
 def _looks(task: Task, palette: dict[str, tuple[str, str]]) -> dict[str, Look]:
     found: dict[str, Look] = {}
     for optimizer, colours in palette.items():
-        labels = sorted((s for s in task.standings if s.optimizer == optimizer), key=lambda s: natural(s.label))
+        labels = sorted(
+            (s for s in task.standings if s.optimizer == optimizer),
+            key=lambda s: natural(s.label),
+        )
         for i, s in enumerate(labels):
-            found[s.name] = Look(*colours, DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
+            found[s.name] = Look(
+                *colours, DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)]
+            )
     return found
 
 
@@ -88,7 +95,9 @@ def of_metric(e: Estimate | None, task: Task) -> str:
     if e is None or (not is_share(task) and abs(e.mean) < 1e-3):
         return plus_minus(e)
     scale, places = (100, 2) if is_share(task) else (1, decimals(e.mean) + 1)
-    return f"{scale * e.mean:.{places}f}" + ("" if e.half is None else f" ± {scale * e.half:.{places}f}")
+    return f"{scale * e.mean:.{places}f}" + (
+        "" if e.half is None else f" ± {scale * e.half:.{places}f}"
+    )
 
 
 def metric_label(task: Task) -> str:
@@ -104,7 +113,16 @@ def target_words(task: Task) -> str:
     return f"{task.metric_name.replace('_', ' ')} of at {'least' if task.higher_is_better else 'most'} {value}"
 
 
-COLUMNS = ("method", "reached", "time to target, s", "epochs to target", "final {}", "best {}", "ms per step", "tuning trials")
+COLUMNS = (
+    "method",
+    "reached",
+    "time to target, s",
+    "epochs to target",
+    "final {}",
+    "best {}",
+    "ms per step",
+    "tuning trials",
+)
 
 
 def headings(task: Task) -> list[str]:

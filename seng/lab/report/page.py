@@ -19,9 +19,20 @@ from seng.lab.results import Trajectory
 from seng.version import __version__
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'"
-DASHES = {"solid": "", "dash": "8 4", "dot": "2 4", "dashdot": "8 3 2 3", "longdash": "14 4", "longdashdot": "14 3 2 3"}
+DASHES = {
+    "solid": "",
+    "dash": "8 4",
+    "dot": "2 4",
+    "dashdot": "8 3 2 3",
+    "longdash": "14 4",
+    "longdashdot": "14 3 2 3",
+}
 CURVES = (("metric", "{metric} on held-out data"), ("loss", "Loss"))
-BARS = (("seconds", "Time to the target, seconds"), ("epochs", "Epochs to the target"), ("step_ms", "Milliseconds per step"))
+BARS = (
+    ("seconds", "Time to the target, seconds"),
+    ("epochs", "Epochs to the target"),
+    ("step_ms", "Milliseconds per step"),
+)
 HOW = """Time counts training only, evaluation excluded. ± is a 95 % confidence interval over seeds (Student's t); one seed has
 none. Times and epochs to the target are means over the seeds that reached it, and 2/3 says that two of three did. In the curves
 a line is the mean of the seeds as far as all of them go, its band reaches from the lowest to the highest, the thin lines are
@@ -33,8 +44,15 @@ def page(tasks: Sequence[Task], skipped: Sequence[str], source: str) -> str:
     drawn = list(zip(tasks, looks(tasks), strict=True))
     names = list(dict.fromkeys(task.name for task in tasks))
     runs = len({(run.task, run.name, run.seed) for task in tasks for run in task.runs})
-    links = "".join(f'<li><a href="#task-{i}">{escape(task.title)}</a></li>' for i, task in enumerate(tasks))
-    data = json.dumps([task_data(task, look) for task, look in drawn], separators=(",", ":"), allow_nan=False)
+    links = "".join(
+        f'<li><a href="#task-{i}">{escape(task.title)}</a></li>'
+        for i, task in enumerate(tasks)
+    )
+    data = json.dumps(
+        [task_data(task, look) for task, look in drawn],
+        separators=(",", ":"),
+        allow_nan=False,
+    )
     body = "".join(_section(i, task, look) for i, (task, look) in enumerate(drawn))
     count = f"{runs} run{'s' * (runs != 1)} of {len(names)} task{'s' * (len(names) != 1)}, from {source}"
     return f"""<!doctype html>
@@ -73,8 +91,13 @@ def page(tasks: Sequence[Task], skipped: Sequence[str], source: str) -> str:
 def _section(index: int, task: Task, look: dict[str, Look]) -> str:
     height = 78 + 34 * len(task.standings)
     metric = escape(task.metric_name.replace("_", " ").capitalize())
-    curves = "".join(_plot(index, task, kind, title.format(metric=metric), "") for kind, title in CURVES)
-    bars = "".join(_plot(index, task, kind, title, f"height:{height}px") for kind, title in BARS)
+    curves = "".join(
+        _plot(index, task, kind, title.format(metric=metric), "")
+        for kind, title in CURVES
+    )
+    bars = "".join(
+        _plot(index, task, kind, title, f"height:{height}px") for kind, title in BARS
+    )
     return f"""<section id="task-{index}" aria-labelledby="name-{index}">
 <h2 id="name-{index}">{escape(task.title)}</h2>
 <p>Target: {escape(target_words(task))}. {escape(_headline(task))}</p>
@@ -101,19 +124,34 @@ def _headline(task: Task) -> str:
 
 def _sentences(title: str, sentences: Iterable[str]) -> str:
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return f'<div class="mind"><strong>{title}</strong><ul>{items}</ul></div>' if items else ""
+    return (
+        f'<div class="mind"><strong>{title}</strong><ul>{items}</ul></div>'
+        if items
+        else ""
+    )
 
 
 def _standings(task: Task) -> str:
-    head = "".join(f'<th scope="col"><button type="button">{escape(word)}</button></th>' for word in headings(task))
+    head = "".join(
+        f'<th scope="col"><button type="button">{escape(word)}</button></th>'
+        for word in headings(task)
+    )
     rows = []
     for s in task.standings:
-        means = [e and e.mean for e in (s.seconds, s.epochs, s.final, s.best, s.step_ms)]
+        means = [
+            e and e.mean for e in (s.seconds, s.epochs, s.final, s.best, s.step_ms)
+        ]
         values = [s.name, s.reached / len(s.seeds), *means, s.trials]
         texts = cells(s, task)
         first = f'<th scope="row" data-value="{escape(s.name)}">{escape(s.name)}</th>'
         rest = zip(values[1:], texts[1:], strict=True)
-        rows.append(first + "".join(f'<td data-value="{"" if v is None else v}">{escape(text)}</td>' for v, text in rest))
+        rows.append(
+            first
+            + "".join(
+                f'<td data-value="{"" if v is None else v}">{escape(text)}</td>'
+                for v, text in rest
+            )
+        )
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     caption = "<caption>Standings, best first; a heading sorts by its column.</caption>"
     return (
@@ -129,8 +167,12 @@ def _switches(index: int, task: Task, look: dict[str, Look]) -> str:
         state = f'aria-pressed="{str(pressed).lower()}"'
         return f'<button type="button" data-task="{index}" data-{key}="{escape(value)}" {state} {style}>{text}</button>'
 
-    axes = "".join(button("axis", axis, words, axis == "seconds") for axis, words in AXES.items())
-    losses = button("loss", "train_loss", "training", True) + button("loss", "loss", "held-out", False)
+    axes = "".join(
+        button("axis", axis, words, axis == "seconds") for axis, words in AXES.items()
+    )
+    losses = button("loss", "train_loss", "training", True) + button(
+        "loss", "loss", "held-out", False
+    )
     methods = ""
     for s in task.standings:
         paint = look[s.name]
@@ -159,7 +201,10 @@ def _budget(task: Task) -> str:
         trials = "none" if s.trials is None else f"{s.trials} trials"
         cells = f"<td>{trials}{study}</td><td>{_chips(run.recipe)}</td><td>{_chips(run.run)}</td>"
         rows += f'<tr><th scope="row">{escape(s.name)}</th>{cells}</tr>'
-    head = "".join(f'<th scope="col">{word}</th>' for word in ("method", "search", "hyperparameters", "run"))
+    head = "".join(
+        f'<th scope="col">{word}</th>'
+        for word in ("method", "search", "hyperparameters", "run")
+    )
     return (
         f'<h3>Tuning budget and recipes</h3><div class="scroll" tabindex="0" role="region" aria-label="tuning budget of '
         f'{escape(task.title)}"><table class="words"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
@@ -168,9 +213,18 @@ def _budget(task: Task) -> str:
 
 def _chips(values: dict[str, Any]) -> str:
     def text(value: Any) -> str:
-        return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+        return (
+            f"{value:g}"
+            if isinstance(value, float)
+            else value
+            if isinstance(value, str)
+            else json.dumps(value)
+        )
 
-    return "".join(f'<code class="chip">{escape(f"{key} {text(value)}")}</code>' for key, value in values.items())
+    return "".join(
+        f'<code class="chip">{escape(f"{key} {text(value)}")}</code>'
+        for key, value in values.items()
+    )
 
 
 def _provenance(task: Task) -> str:
@@ -178,16 +232,31 @@ def _provenance(task: Task) -> str:
     groups: dict[str, list[tuple[Trajectory, dict[str, Any]]]] = {}
     for run in task.runs:
         for where in provenances(run):
-            groups.setdefault(json.dumps(where, sort_keys=True), []).append((run, where))
+            groups.setdefault(json.dumps(where, sort_keys=True), []).append(
+                (run, where)
+            )
     rows = ""
     for members in groups.values():
         where = members[0][1]
         who = ", ".join(f"{run.name} (seed {run.seed})" for run, _ in members)
-        versions = ", ".join(f"{name} {version}" for name, version in (where.get("versions") or {}).items())
-        cells = (who, where.get("machine", "unknown"), versions, where.get("commit", "unknown"))
+        versions = ", ".join(
+            f"{name} {version}"
+            for name, version in (where.get("versions") or {}).items()
+        )
+        cells = (
+            who,
+            where.get("machine", "unknown"),
+            versions,
+            where.get("commit", "unknown"),
+        )
         rows += "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
-        rows += f"<td><code>{escape(str(where.get('command', 'unknown')))}</code></td></tr>"
-    head = "".join(f'<th scope="col">{word}</th>' for word in ("runs", "machine", "versions", "commit", "command"))
+        rows += (
+            f"<td><code>{escape(str(where.get('command', 'unknown')))}</code></td></tr>"
+        )
+    head = "".join(
+        f'<th scope="col">{word}</th>'
+        for word in ("runs", "machine", "versions", "commit", "command")
+    )
     return (
         f'<details><summary>Where these runs come from</summary><div class="scroll"><table class="words"><thead><tr>{head}</tr>'
         f"</thead><tbody>{rows}</tbody></table></div></details>"

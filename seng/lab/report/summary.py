@@ -39,7 +39,11 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
     if not there:
         return None
     k = len(there)
-    half = float(stdtrit(k - 1, (1 + CONFIDENCE) / 2)) * stdev(there) / sqrt(k) if k > 1 else None
+    half = (
+        float(stdtrit(k - 1, (1 + CONFIDENCE) / 2)) * stdev(there) / sqrt(k)
+        if k > 1
+        else None
+    )
     return Estimate(fmean(there), half, k)
 
 
@@ -52,7 +56,9 @@ class Standing:
     label: str
     seeds: tuple[int, ...]
     reached: int  # how many of them reached the target
-    seconds: Estimate | None  # to the target, over those that had the machine to themselves
+    seconds: (
+        Estimate | None
+    )  # to the target, over those that had the machine to themselves
     epochs: Estimate | None
     final: Estimate | None  # the metric, over all seeds that have one
     best: Estimate | None
@@ -82,7 +88,9 @@ class Task:
     @property
     def title(self) -> str:
         """cifar10-resnet18, runs labelled b…"""
-        words = "other labels" if self.study == OTHER else f"runs labelled {self.study}…"
+        words = (
+            "other labels" if self.study == OTHER else f"runs labelled {self.study}…"
+        )
         return f"{self.name}, {words}" if self.study else self.name
 
     @property
@@ -99,8 +107,12 @@ class Task:
 def step_ms(run: Trajectory) -> float | None:
     """Milliseconds per step: the median between one evaluation and the next, which a slow start does not move."""
     pairs = list(zip(run.points, run.points[1:], strict=False))
-    spans = [(b.seconds - a.seconds, b.step - a.step) for a, b in pairs] or [(run.final.seconds, run.final.step)]
-    each = [1e3 * seconds / steps for seconds, steps in spans if steps > 0 and seconds >= 0]
+    spans = [(b.seconds - a.seconds, b.step - a.step) for a, b in pairs] or [
+        (run.final.seconds, run.final.step)
+    ]
+    each = [
+        1e3 * seconds / steps for seconds, steps in spans if steps > 0 and seconds >= 0
+    ]
     return median(each) if each else None
 
 
@@ -115,22 +127,32 @@ def standing(runs: Sequence[Trajectory]) -> Standing:
         label=first.label,
         seeds=tuple(run.seed for run in runs),
         reached=len(reached),
-        seconds=estimate(point.seconds for run in runs if run.timed and (point := run.to_target)),
+        seconds=estimate(
+            point.seconds for run in runs if run.timed and (point := run.to_target)
+        ),
         epochs=estimate(point.epoch for point in reached),
         final=estimate(run.final.metric for run in runs),
         best=estimate(run.best.metric for run in runs),
         step_ms=estimate(step_ms(run) for run in runs if run.timed),
         trials=max((int(t.get("trials") or 0) for t in tuning), default=None),
-        study=", ".join(dict.fromkeys(str(t["study"]) for t in tuning if t.get("study"))),
+        study=", ".join(
+            dict.fromkeys(str(t["study"]) for t in tuning if t.get("study"))
+        ),
     )
 
 
 def summarise(trajectories: Sequence[Trajectory]) -> list[Task]:
     """The tasks, by name, each followed by its studies."""
-    ordered = sorted(trajectories, key=lambda t: (t.task, t.optimizer, natural(t.label), t.seed))
+    ordered = sorted(
+        trajectories, key=lambda t: (t.task, t.optimizer, natural(t.label), t.seed)
+    )
     found = []
     for task, study in sorted({(run.task, study_of(run.label)) for run in ordered}):
-        runs = [run for run in ordered if run.task == task and study_of(run.label) in ("", study)]
+        runs = [
+            run
+            for run in ordered
+            if run.task == task and study_of(run.label) in ("", study)
+        ]
         optimizers = {run.optimizer for run in runs if study_of(run.label) == study}
         methods: dict[str, list[Trajectory]] = {}
         for run in runs:
@@ -157,12 +179,25 @@ def _task(name: str, study: str, methods: dict[str, list[Trajectory]]) -> Task:
 
     def place(s: Standing) -> tuple[float, float, float]:
         """Who reached the target with more seeds, then sooner, then who came nearer."""
-        return -s.reached / len(s.seeds), s.seconds.mean if s.seconds else inf, sign * s.best.mean if s.best else inf
+        return (
+            -s.reached / len(s.seeds),
+            s.seconds.mean if s.seconds else inf,
+            sign * s.best.mean if s.best else inf,
+        )
 
     standings = tuple(sorted((standing(runs) for runs in methods.values()), key=place))
     runs = {s.name: tuple(methods[s.name]) for s in standings}
     remarks = (*_unfinished(runs), *_mixed(runs))
-    return Task(name, study, first.metric_name, first.higher_is_better, first.target, runs, standings, remarks)
+    return Task(
+        name,
+        study,
+        first.metric_name,
+        first.higher_is_better,
+        first.target,
+        runs,
+        standings,
+        remarks,
+    )
 
 
 def _unfinished(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
@@ -170,7 +205,11 @@ def _unfinished(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
     said = []
     for name, runs in methods.items():
         for state, words in (("running", "not finished"), ("diverged", "diverged")):
-            these = [f"seed {run.seed} at step {run.final.step:,}" for run in runs if run.final.state == state]
+            these = [
+                f"seed {run.seed} at step {run.final.step:,}"
+                for run in runs
+                if run.final.state == state
+            ]
             if these:
                 said.append(f"{name}: {words} ({', '.join(these)}).")
     return said
@@ -180,15 +219,21 @@ def _mixed(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
     """What differs between runs that are compared, and should not."""
     said = []
     of_run: dict[str, Callable[[Trajectory], list[Any]]] = {
-        "Machines differ, so times do not compare": lambda run: [p.get("machine") for p in provenances(run)],
+        "Machines differ, so times do not compare": lambda run: [
+            p.get("machine") for p in provenances(run)
+        ],
         "Commits differ": lambda run: [p.get("commit") for p in provenances(run)],
-        "Versions of torch differ": lambda run: [(p.get("versions") or {}).get("torch") for p in provenances(run)],
+        "Versions of torch differ": lambda run: [
+            (p.get("versions") or {}).get("torch") for p in provenances(run)
+        ],
         "Targets differ": lambda run: [run.target],
         "Metrics differ": lambda run: [run.metric_name],
     }
     of_run |= {
         f"The runs' setting {key} differs": lambda run, key=key: [run.run.get(key)]  # type: ignore[misc]
-        for key in dict.fromkeys(key for runs in methods.values() for run in runs for key in run.run)
+        for key in dict.fromkeys(
+            key for runs in methods.values() for run in runs for key in run.run
+        )
         if key != "parameters"
     }
     for words, values in of_run.items():
@@ -196,17 +241,33 @@ def _mixed(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
         for name, runs in methods.items():
             for run in runs:
                 for value in values(run):
-                    groups.setdefault("unknown" if value is None else str(value), {})[name] = None
+                    groups.setdefault("unknown" if value is None else str(value), {})[
+                        name
+                    ] = None
         if len(groups) > 1:
-            said.append(f"{words}: {'; '.join(f'{value} ({_few(names)})' for value, names in groups.items())}.")
+            said.append(
+                f"{words}: {'; '.join(f'{value} ({_few(names)})' for value, names in groups.items())}."
+            )
     for name, runs in methods.items():
         keys = dict.fromkeys(key for run in runs for key in run.recipe)
-        differing = [key for key in keys if any(run.recipe.get(key) != runs[0].recipe.get(key) for run in runs)]
+        differing = [
+            key
+            for key in keys
+            if any(run.recipe.get(key) != runs[0].recipe.get(key) for run in runs)
+        ]
         if differing:
-            said.append(f"{name}: its seeds have different recipes ({', '.join(differing)}).")
-    trials = {name: {(run.tuning or {}).get("trials") for run in runs} for name, runs in methods.items()}
+            said.append(
+                f"{name}: its seeds have different recipes ({', '.join(differing)})."
+            )
+    trials = {
+        name: {(run.tuning or {}).get("trials") for run in runs}
+        for name, runs in methods.items()
+    }
     if len(set().union(*trials.values())) > 1:
-        each = (f"{name} {', '.join(str(n or 'none') for n in counts)}" for name, counts in trials.items())
+        each = (
+            f"{name} {', '.join(str(n or 'none') for n in counts)}"
+            for name, counts in trials.items()
+        )
         said.append(f"Tuning budgets differ (trials): {'; '.join(each)}.")
     return said
 
@@ -218,4 +279,6 @@ def provenances(run: Trajectory) -> tuple[dict[str, Any], ...]:
 
 def _few(names: Iterable[str]) -> str:
     every = list(names)
-    return ", ".join(every[:6]) + (f" and {len(every) - 6} more" if len(every) > 6 else "")
+    return ", ".join(every[:6]) + (
+        f" and {len(every) - 6} more" if len(every) > 6 else ""
+    )

@@ -47,7 +47,9 @@ class Draw:
     used: float | None
     ours: float | None
     damped: float | None
-    identities: float  # how far the proof's identity and ours are from equalities, relative
+    identities: (
+        float  # how far the proof's identity and ours are from equalities, relative
+    )
 
 
 def compared(layer: Layer, omega: Omega, dampings: Sequence[float]) -> list[Draw]:
@@ -61,12 +63,20 @@ def compared(layer: Layer, omega: Omega, dampings: Sequence[float]) -> list[Draw
     t = (epsilon**0.5 + eta) / (1 - eta) * float(g.norm()) if eta < 1 else None
     out = []
     for damping in dampings:
-        b, b_hat = (block.factor(damping)[1] @ block.Xi.rmv(block.omega(g)) for block in (exact, sketched))
+        b, b_hat = (
+            block.factor(damping)[1] @ block.Xi.rmv(block.omega(g))
+            for block in (exact, sketched)
+        )
         d, d_hat = (block.solve(g, damping) / damping for block in (exact, sketched))
         r = g - U.mv(b)
         missed = X.T @ omega(r) - N.T @ r  # Nᵀ(S − I)r
-        w = (squares / (squares + damping)).sqrt()  # H^(−½)Uᵀ is Nᵀ with these weights, up to a rotation
-        eta_damped, epsilon_damped = norm(w[:, None] * off * w), _square(w * missed) / _square(r)
+        w = (
+            squares / (squares + damping)
+        ).sqrt()  # H^(−½)Uᵀ is Nᵀ with these weights, up to a rotation
+        eta_damped, epsilon_damped = (
+            norm(w[:, None] * off * w),
+            _square(w * missed) / _square(r),
+        )
         size, h_1, h_2 = float(d.norm()), damping, damping + float(squares[0])
         draw = Draw(
             damping=damping,
@@ -77,27 +87,48 @@ def compared(layer: Layer, omega: Omega, dampings: Sequence[float]) -> list[Draw
             stated=None if t is None else t * h_1**0.5,
             proven=None if t is None else t / h_1**0.5,
             used=None if t is None else t * (h_2 / h_1) ** 0.5 / damping,
-            ours=(_square(missed) / _square(r)) ** 0.5 / (1 - eta) * size if eta < 1 else None,
-            damped=epsilon_damped**0.5 / (1 - eta_damped) * size if eta_damped < 1 else None,
-            identities=_identities(layer, sketched.gram, damping, b_hat - b, side, missed),
+            ours=(_square(missed) / _square(r)) ** 0.5 / (1 - eta) * size
+            if eta < 1
+            else None,
+            damped=epsilon_damped**0.5 / (1 - eta_damped) * size
+            if eta_damped < 1
+            else None,
+            identities=_identities(
+                layer, sketched.gram, damping, b_hat - b, side, missed
+            ),
         )
         out.append(draw)
     return out
 
 
 def _block(U: Operator, omega: Omega) -> Block:
-    return Block(U, omega, omega.of(U).gram(), torch.ones((), dtype=torch.float64), relative=False)
+    return Block(
+        U,
+        omega,
+        omega.of(U).gram(),
+        torch.ones((), dtype=torch.float64),
+        relative=False,
+    )
 
 
 def _square(x: Tensor) -> float:
     return float(x.square().sum())
 
 
-def _identities(layer: Layer, gram: Tensor, damping: float, off: Tensor, side: Tensor, missed: Tensor) -> float:
+def _identities(
+    layer: Layer,
+    gram: Tensor,
+    damping: float,
+    off: Tensor,
+    side: Tensor,
+    missed: Tensor,
+) -> float:
     """(λI + UᵀSU)(b̂ − b) against UᵀSg⊥ + λ(UᵀSU − UᵀU)H⁻¹U⁺g (the proof), and against Uᵀ(S − I)r (ours)."""
     U, V, sigma = layer.U, layer.V, layer.sigma
     left = damping * off + gram @ off
-    inside = V.T @ ((layer.N.T @ layer.g) / sigma / (sigma.square() + damping))  # H⁻¹U⁺g (ϱ,)
+    inside = V.T @ (
+        (layer.N.T @ layer.g) / sigma / (sigma.square() + damping)
+    )  # H⁻¹U⁺g (ϱ,)
     theirs = V.T @ (sigma * side) + damping * (gram @ inside - U.rmv(U.mv(inside)))
     mine = V.T @ (sigma * missed)
     return max(float((left - right).norm() / right.norm()) for right in (theirs, mine))
@@ -107,4 +138,8 @@ def by_hand(damping: float, t: float) -> Draw:
     """U = (√λ, 0)ᵀ, g = (0, 1)ᵀ, Ω = (1, t): η = 0, ε = t², b = 0, b̂ = t/(2√λ): half of what is proven, 1/(2λ) of stated."""
     one = torch.eye(2, dtype=torch.float64)
     U = Explicit(one[:, :1] * damping**0.5, (1, 2, 1))
-    return compared(Layer("by hand", U, one[0], one[1]), Dense(torch.tensor([[1.0, t]], dtype=torch.float64)), [damping])[0]
+    return compared(
+        Layer("by hand", U, one[0], one[1]),
+        Dense(torch.tensor([[1.0, t]], dtype=torch.float64)),
+        [damping],
+    )[0]

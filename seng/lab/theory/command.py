@@ -25,7 +25,14 @@ from seng.lab.names import unknown
 from seng.lab.record import commit, provenance
 from seng.lab.theory.study import Claim, Outcome, Study
 
-STUDIES = ("embedding", "lemma", "descent", "ntk", "costs", "pdes")  # each in a module of its name, as STUDY
+STUDIES = (
+    "embedding",
+    "lemma",
+    "descent",
+    "ntk",
+    "costs",
+    "pdes",
+)  # each in a module of its name, as STUDY
 
 
 @dataclass(frozen=True)
@@ -55,16 +62,23 @@ def study(name: str) -> Study:
     return found
 
 
-def carried_out(one: Study, options: Options, command: str, console: Console) -> tuple[Claim, ...]:
+def carried_out(
+    one: Study, options: Options, command: str, console: Console
+) -> tuple[Claim, ...]:
     """Run a study and keep what it found; or read what is there."""
     path = options.out / f"{one.name}.json"
     known = _known(path)
     if known is not None and not options.again and not options.quick:
-        console.print(f"{one.name}: from {path}, made at this commit; --again runs it again", highlight=False)
+        console.print(
+            f"{one.name}: from {path}, made at this commit; --again runs it again",
+            highlight=False,
+        )
         return known
     begun = perf_counter()
     with console.status(one.name) as status:
-        outcome = one.run(lambda text: status.update(f"{one.name}: {text}"), options.quick)
+        outcome = one.run(
+            lambda text: status.update(f"{one.name}: {text}"), options.quick
+        )
     seconds = perf_counter() - begun
     if not options.quick:
         _write(path, _kept(one, outcome, seconds, command))
@@ -78,7 +92,9 @@ def _known(path: Path) -> tuple[Claim, ...] | None:
     """The claims of a study that was finished at this commit."""
     try:
         held = json.loads(path.read_text())
-        same = held["provenance"]["commit"] == commit() and not commit().endswith(("dirty", "unknown"))
+        same = held["provenance"]["commit"] == commit() and not commit().endswith(
+            ("dirty", "unknown")
+        )
         return tuple(Claim(**claim) for claim in held["claims"]) if same else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -97,7 +113,10 @@ def _kept(one: Study, outcome: Outcome, seconds: float, command: str) -> dict[st
 def _write(path: Path, held: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".half")
-    lines = (f"{json.dumps(key)}: {json.dumps(_short(value), ensure_ascii=False)}" for key, value in held.items())
+    lines = (
+        f"{json.dumps(key)}: {json.dumps(_short(value), ensure_ascii=False)}"
+        for key, value in held.items()
+    )
     half.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     os.replace(half, path)
 
@@ -108,7 +127,9 @@ def _short(value: Any) -> Any:
         return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {str(key): _short(item) for key, item in value.items()}
-    return [_short(item) for item in value] if isinstance(value, list | tuple) else value
+    return (
+        [_short(item) for item in value] if isinstance(value, list | tuple) else value
+    )
 
 
 def _draw(one: Study, outcome: Outcome, path: Path) -> None:
@@ -127,7 +148,12 @@ def table(one: Study, claims: Sequence[Claim]) -> Table:
     out.add_column("measured", ratio=5)
     out.add_column("holds")
     for claim in claims:
-        out.add_row(claim.words, claim.measured, "yes" if claim.holds else "NO", style=None if claim.holds else "bold red")
+        out.add_row(
+            claim.words,
+            claim.measured,
+            "yes" if claim.holds else "NO",
+            style=None if claim.holds else "bold red",
+        )
     return out
 
 
@@ -139,7 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.width = 140
     try:
         if options.threads < 1:
-            raise ValueError(f"--threads is a count of at least 1, not {options.threads}")
+            raise ValueError(
+                f"--threads is a count of at least 1, not {options.threads}"
+            )
         chosen = [study(name) for name in dict.fromkeys(options.studies or STUDIES)]
     except ValueError as wrong:
         sys.exit(f"seng theory: {wrong}")
@@ -152,8 +180,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             console.print(table(one, claims))
             failed += [one.name for claim in claims if not claim.holds]
     except KeyboardInterrupt:
-        sys.exit("seng theory: interrupted; the same command goes on with the study that it was in")
+        sys.exit(
+            "seng theory: interrupted; the same command goes on with the study that it was in"
+        )
     if failed:
-        sys.exit(f"seng theory: claims that do not hold, in {', '.join(dict.fromkeys(failed))}: see above")
+        sys.exit(
+            f"seng theory: claims that do not hold, in {', '.join(dict.fromkeys(failed))}: see above"
+        )
     if not options.quick:
-        console.print(f"numbers: {options.out}; pictures: {options.figures}/theory-*.png", highlight=False)
+        console.print(
+            f"numbers: {options.out}; pictures: {options.figures}/theory-*.png",
+            highlight=False,
+        )

@@ -18,7 +18,15 @@ from typing import Any
 
 import torch
 
-from seng.lab.theory.lines_of_cost import LEAST, LOOSE, THRESHOLD, TOLERANCE, Line, fitted, measure
+from seng.lab.theory.lines_of_cost import (
+    LEAST,
+    LOOSE,
+    THRESHOLD,
+    TOLERANCE,
+    Line,
+    fitted,
+    measure,
+)
 from seng.lab.theory.operations_of_cost import one_thread
 from seng.lab.theory.rows_of_cost import ROWS
 from seng.lab.theory.study import Claim, Outcome, Say, Study
@@ -39,7 +47,10 @@ LOOKS = {  # colours of Okabe and Ito's palette
 
 def claims_of(lines: Sequence[Line], quick: bool) -> tuple[Claim, ...]:
     """Bytes and counts for all operations together; times for each, where sizes are large enough to be measured."""
-    byte_error, count_error = max(line.byte_error for line in lines), max(line.count_error for line in lines)
+    byte_error, count_error = (
+        max(line.byte_error for line in lines),
+        max(line.count_error for line in lines),
+    )
     bytes_off = max(abs(line.of_bytes - line.bytes_predicted) for line in lines)
     counts_off = max(abs(line.of_count - line.predicted) for line in lines)
     sure = [
@@ -65,10 +76,16 @@ def claims_of(lines: Sequence[Line], quick: bool) -> tuple[Claim, ...]:
     timed = []
     for row in ROWS:
         own = [line for line in large if line.operation == row.name]
-        seen = ", ".join(f"{line.span}: {line.of_time:.2f} ({line.predicted:.2f})" for line in own)
+        seen = ", ".join(
+            f"{line.span}: {line.of_time:.2f} ({line.predicted:.2f})" for line in own
+        )
         fine = bool(own) and all(line.verdict == "within" for line in own)
         timed.append(
-            Claim(f"time of {row.name}: exponents within {TOLERANCE} of {row.ours[0].text}", seen or "nothing measured", fine)
+            Claim(
+                f"time of {row.name}: exponents within {TOLERANCE} of {row.ours[0].text}",
+                seen or "nothing measured",
+                fine,
+            )
         )
     return (*sure, enough, *timed)
 
@@ -79,7 +96,9 @@ def remarks_of(lines: Sequence[Line], quick: bool) -> tuple[str, ...]:
         "counts leave out passes that only scale or add up; bytes are of what is held, not of what a product needs meanwhile"
     ]
     if quick:
-        out.append(f"a quick run: each time is taken once, its verdicts allow {LOOSE}, and no claim rests on it")
+        out.append(
+            f"a quick run: each time is taken once, its verdicts allow {LOOSE}, and no claim rests on it"
+        )
         return tuple(out)
     for line in lines:
         where = f"{line.operation}, {line.span}"
@@ -106,18 +125,44 @@ def draw(lines: Sequence[Line], figure: Any) -> None:
     axes = iter(figure.subplots(3, 6).flat)
     for row, ax in zip(ROWS, axes, strict=False):
         for line in (found for found in lines if found.operation == row.name):
-            x, (colour, mark) = [v / line.values[0] for v in line.values], LOOKS[line.variable.split(" = ")[0]]
+            x, (colour, mark) = (
+                [v / line.values[0] for v in line.values],
+                LOOKS[line.variable.split(" = ")[0]],
+            )
             fit = fitted(line.seconds) or list(range(len(x)))
             slopes = [(line.predicted, "-")]
             if line.of_table is not None and other(line.of_table, line.predicted):
                 slopes.append((line.of_table, ":"))
             for slope, style in slopes:
-                centre = sum(math.log(1e3 * line.seconds[i]) - slope * math.log(x[i]) for i in fit) / len(fit)
-                ax.plot(x, [math.exp(centre) * v**slope for v in x], style, color=colour, linewidth=0.9)
+                centre = sum(
+                    math.log(1e3 * line.seconds[i]) - slope * math.log(x[i])
+                    for i in fit
+                ) / len(fit)
+                ax.plot(
+                    x,
+                    [math.exp(centre) * v**slope for v in x],
+                    style,
+                    color=colour,
+                    linewidth=0.9,
+                )
             for v, t in zip(x, line.seconds, strict=True):
-                ax.plot(v, 1e3 * t, mark, markersize=4, color=colour, fillstyle="full" if t >= THRESHOLD else "none")
+                ax.plot(
+                    v,
+                    1e3 * t,
+                    mark,
+                    markersize=4,
+                    color=colour,
+                    fillstyle="full" if t >= THRESHOLD else "none",
+                )
             found = "too small" if line.of_time is None else f"{line.of_time:.2f}"
-            ax.plot([], [], f"{mark}-", markersize=3, color=colour, label=f"{line.variable}: {found} ({line.predicted:.2f})")
+            ax.plot(
+                [],
+                [],
+                f"{mark}-",
+                markersize=3,
+                color=colour,
+                label=f"{line.variable}: {found} ({line.predicted:.2f})",
+            )
         ax.set(xscale="log", yscale="log")
         low, high = ax.get_ylim()
         ax.set_ylim(low, high * (high / low) ** 0.6)  # room for the words
@@ -133,7 +178,9 @@ def draw(lines: Sequence[Line], figure: Any) -> None:
     for ax in axes:  # those that are left
         ax.axis("off")
     words = "variable / its smallest value; exponents of time (of our formula); dotted: the table's slope, where it is another"
-    figure.supxlabel(f"{words}; hollow: under {1e3 * THRESHOLD:g} ms, not fitted", fontsize=7)
+    figure.supxlabel(
+        f"{words}; hollow: under {1e3 * THRESHOLD:g} ms, not fitted", fontsize=7
+    )
     figure.supylabel("milliseconds, one thread", fontsize=7)
 
 
@@ -146,7 +193,9 @@ def run(say: Say, quick: bool) -> Outcome:
                 line = measure(row, sweep.smaller() if quick else sweep, quick)
                 time_of = "–" if line.of_time is None else f"{line.of_time:.2f}"
                 exponents = f"predicted {line.predicted:.2f}, counted {line.of_count:.2f}, time {time_of}"
-                say(f"{line.operation}, {line.span}: {exponents}, {line.verdict} ({line.words})")
+                say(
+                    f"{line.operation}, {line.span}: {exponents}, {line.verdict} ({line.words})"
+                )
                 lines.append(line)
     numbers = {
         "threshold_seconds": THRESHOLD,
@@ -155,7 +204,17 @@ def run(say: Say, quick: bool) -> Outcome:
         "torch": torch.__version__,
         "lines": [asdict(line) for line in lines],
     }
-    return Outcome(claims_of(lines, quick), numbers, lambda figure: draw(lines, figure), remarks_of(lines, quick))
+    return Outcome(
+        claims_of(lines, quick),
+        numbers,
+        lambda figure: draw(lines, figure),
+        remarks_of(lines, quick),
+    )
 
 
-STUDY = Study("costs", "Does each operation cost what the table of complexity says?", run, size=(14.0, 7.5))
+STUDY = Study(
+    "costs",
+    "Does each operation cost what the table of complexity says?",
+    run,
+    size=(14.0, 7.5),
+)

@@ -16,23 +16,48 @@ from typing import Any
 import torch
 
 from seng.lab.theory.study import Claim, Outcome, Say, Study
-from seng.lab.theory.walk import HIDDEN, INPUTS, LIPSCHITZ, SLOW, Path, Rule, problem, walk
+from seng.lab.theory.walk import (
+    HIDDEN,
+    INPUTS,
+    LIPSCHITZ,
+    SLOW,
+    Path,
+    Rule,
+    problem,
+    walk,
+)
 
 DAMPING = 2.25  # h_1
 LARGEST = 3.0  # ‖B_k‖ is to stay below this: h_2 = h_1 + LARGEST
-ALPHA = min(1 / (2 * LIPSCHITZ), DAMPING**2 / (2 * LIPSCHITZ * (DAMPING + LARGEST)))  # the theorem's bound
+ALPHA = min(
+    1 / (2 * LIPSCHITZ), DAMPING**2 / (2 * LIPSCHITZ * (DAMPING + LARGEST))
+)  # the theorem's bound
 LITTLE = 0.1  # the damping beyond it, with as large a step along g
 HALF, FEW = HIDDEN * (INPUTS + 1) // 2, HIDDEN * (INPUTS + 1) // 8  # rows of Ω
 TAIL = 0.02  # share of Σα‖∇Ψ‖² that the second half of the steps may add where the sum is bounded
 LAG = 0.25  # by which log‖∇Ψ‖ may fall less steeply than in balance
-COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73")  # of Okabe and Ito's palette
+COLOURS = (
+    "#0072B2",
+    "#56B4E9",
+    "#D55E00",
+    "#E69F00",
+    "#009E73",
+)  # of Okabe and Ito's palette
 
 RULES = {
     "growing": Rule("α constant, |S| ∝ k²", 0.0, 2.0, DAMPING, ALPHA, HALF, 8),
     "both": Rule("α ∝ 1/√k, |S| ∝ k", 0.5, 1.0, DAMPING, ALPHA, HALF, 8),
     "constant": Rule("α and |S| = 8 constant", 0.0, 0.0, DAMPING, ALPHA, HALF, 8),
     "falling": Rule("α ∝ k^−0.6, |S| = 8", 0.6, 0.0, DAMPING, ALPHA, HALF, 8),
-    "beyond": Rule("as the first; λ = 0.1, q = n/8", 0.0, 2.0, LITTLE, LITTLE * ALPHA / DAMPING, FEW, 8),
+    "beyond": Rule(
+        "as the first; λ = 0.1, q = n/8",
+        0.0,
+        2.0,
+        LITTLE,
+        LITTLE * ALPHA / DAMPING,
+        FEW,
+        8,
+    ),
 }
 
 
@@ -63,7 +88,9 @@ def seen(rule: Rule, path: Path) -> Seen:
     """What the claims are about."""
     norms = torch.tensor(path.norms, dtype=torch.float64)
     half, tenth, top = len(norms) // 2, len(norms) // 10, max(path.tops)
-    etas, epsilons = (torch.tensor(x, dtype=torch.float64) for x in (path.etas, path.epsilons))
+    etas, epsilons = (
+        torch.tensor(x, dtype=torch.float64) for x in (path.etas, path.epsilons)
+    )
     errors = torch.where(etas < 1, (epsilons + etas) / (1 - etas), math.inf)
     return Seen(
         last=float(norms[-tenth:].mean()),
@@ -91,30 +118,55 @@ def run(say: Say, quick: bool) -> Outcome:
     paths: dict[str, Path] = {}
     for name, rule in RULES.items():
         paths[name] = walk(given, rule, steps, seed=1)
-        say(f"{rule.words}: ‖∇Ψ‖ from {paths[name].norms[0]:.2g} to {paths[name].norms[-1]:.2g} in {steps} steps")
+        say(
+            f"{rule.words}: ‖∇Ψ‖ from {paths[name].norms[0]:.2g} to {paths[name].norms[-1]:.2g} in {steps} steps"
+        )
     found = {name: seen(RULES[name], path) for name, path in paths.items()}
-    hessian = [given.curvature(theta) for theta in (given.start, paths["growing"].end[0])]
+    hessian = [
+        given.curvature(theta) for theta in (given.start, paths["growing"].end[0])
+    ]
     spectrum = [(float(values[0]), float(values[-1])) for values in hessian]
-    claims = (_inside(found, spectrum), *_obeying(found, size), _contrast(found, size), _descends(found), *_beyond(found, size))
-    at = sorted({min(steps - 1, int(steps ** (i / 199))) for i in range(200)} | {0})  # as a logarithmic axis shows them
+    claims = (
+        _inside(found, spectrum),
+        *_obeying(found, size),
+        _contrast(found, size),
+        _descends(found),
+        *_beyond(found, size),
+    )
+    at = sorted(
+        {min(steps - 1, int(steps ** (i / 199))) for i in range(200)} | {0}
+    )  # as a logarithmic axis shows them
     numbers = {
         "steps": steps,
         "alpha": ALPHA,
         "lipschitz": LIPSCHITZ,
         "hessian": {"start": spectrum[0], "end": spectrum[1]},
-        "runs": {name: _numbers(RULES[name], path, found[name], at) for name, path in paths.items()},
+        "runs": {
+            name: _numbers(RULES[name], path, found[name], at)
+            for name, path in paths.items()
+        },
         "at": at,
     }
-    return Outcome(claims, numbers, lambda figure: _draw(figure, numbers), _remarks(found))
+    return Outcome(
+        claims, numbers, lambda figure: _draw(figure, numbers), _remarks(found)
+    )
 
 
 def _numbers(rule: Rule, path: Path, found: Seen, at: Sequence[int]) -> dict[str, Any]:
     columns = {"norms": path.norms, "sums": path.sums, "descents": path.descents}
-    kept = asdict(found) | {"error": found.error if math.isfinite(found.error) else None}
-    return {"rule": asdict(rule), **kept, **{name: [column[k] for k in at] for name, column in columns.items()}}
+    kept = asdict(found) | {
+        "error": found.error if math.isfinite(found.error) else None
+    }
+    return {
+        "rule": asdict(rule),
+        **kept,
+        **{name: [column[k] for k in at] for name, column in columns.items()},
+    }
 
 
-def _inside(found: Mapping[str, Seen], spectrum: Sequence[tuple[float, float]]) -> Claim:
+def _inside(
+    found: Mapping[str, Seen], spectrum: Sequence[tuple[float, float]]
+) -> Claim:
     largest = max(found[name].top for name in ("growing", "both"))
     bound = max(abs(value) for pair in spectrum for value in pair)
     return Claim(
@@ -126,12 +178,22 @@ def _inside(found: Mapping[str, Seen], spectrum: Sequence[tuple[float, float]]) 
 
 
 def _obeying(found: Mapping[str, Seen], size: Size) -> list[Claim]:
-    obey = {name: found[name] for name, rule in RULES.items() if rule.summable and name != "beyond"}
-    slopes = ", ".join(f"{s.slope:.2f} where {RULES[name].slope:g} is balance" for name, s in obey.items())
+    obey = {
+        name: found[name]
+        for name, rule in RULES.items()
+        if rule.summable and name != "beyond"
+    }
+    slopes = ", ".join(
+        f"{s.slope:.2f} where {RULES[name].slope:g} is balance"
+        for name, s in obey.items()
+    )
     return [
         Claim(
             f"Theorem 1: ‖∇Ψ‖ → 0. Under the rule all of the last tenth of the steps lie below 1/{size.fall:g} of the start",
-            ", ".join(f"below 1/{1 / s.highest:.0f} with {RULES[name].words}" for name, s in obey.items()),
+            ", ".join(
+                f"below 1/{1 / s.highest:.0f} with {RULES[name].words}"
+                for name, s in obey.items()
+            ),
             all(s.highest <= 1 / size.fall for s in obey.values()),
         ),
         Claim(
@@ -160,14 +222,17 @@ def _contrast(found: Mapping[str, Seen], size: Size) -> Claim:
 def _descends(found: Mapping[str, Seen]) -> Claim:
     return Claim(
         "the sketched direction descends: ⟨∇Ψ, Ĥ_k∇Ψ⟩ ≥ ‖∇Ψ‖²/(8h_2) at every step of every run",
-        ", ".join(f"{name} {s.descent:.2f}/h_2" for name, s in found.items()) + " at the least",
+        ", ".join(f"{name} {s.descent:.2f}/h_2" for name, s in found.items())
+        + " at the least",
         all(s.descent >= 1 / 8 for s in found.values()),
     )
 
 
 def _beyond(found: Mapping[str, Seen], size: Size) -> list[Claim]:
     falling, beyond = found["falling"], found["beyond"]
-    times = RULES["beyond"].alpha / (LITTLE**2 / (2 * LIPSCHITZ * (LITTLE + beyond.top)))
+    times = RULES["beyond"].alpha / (
+        LITTLE**2 / (2 * LIPSCHITZ * (LITTLE + beyond.top))
+    )
     return [
         Claim(
             "the rule is not necessary: a small batch and α ∝ k^−0.6, for which Σασ² = ∞, falls too",
@@ -203,20 +268,43 @@ def _draw(figure: Any, numbers: Mapping[str, Any]) -> None:
         rule = RULES[name]
         left.loglog(k, r["norms"], color=colour, linewidth=1.2, label=rule.words)
         late = [i for i in numbers["at"] if i >= numbers["steps"] // 4]
-        line = [((1 + i / SLOW) / (1 + late[-1] / SLOW)) ** rule.slope * r["last"] for i in late]
-        left.loglog([1 + i for i in late], line, color="black", linewidth=0.8, linestyle=":")
+        line = [
+            ((1 + i / SLOW) / (1 + late[-1] / SLOW)) ** rule.slope * r["last"]
+            for i in late
+        ]
+        left.loglog(
+            [1 + i for i in late], line, color="black", linewidth=0.8, linestyle=":"
+        )
         if name != "beyond":  # its α is of other units
             middle.semilogx(k, r["sums"], color=colour)
-        right.loglog(k, [d * (rule.damping + r["top"]) for d in r["descents"]], ".", markersize=3, color=colour)
+        right.loglog(
+            k,
+            [d * (rule.damping + r["top"]) for d in r["descents"]],
+            ".",
+            markersize=3,
+            color=colour,
+        )
     right.axhline(1, color="black", linewidth=0.8, linestyle="--")
     right.axhline(1 / 8, color="black", linewidth=0.8, linestyle=":")
     left.set(xlabel="step k", ylabel="‖∇Ψ‖", title="dotted: α_kσ_k² in balance")
-    middle.set(xlabel="step k", ylabel="Σα‖∇Ψ‖²", title="bounded, or not", ylim=(0, None))
-    right.set(xlabel="step k", ylabel="h₂⟨∇Ψ, Ĥ∇Ψ⟩/‖∇Ψ‖²", title="≥ 1 without a sketch; the proof needs ⅛", ylim=(0.1, None))
+    middle.set(
+        xlabel="step k", ylabel="Σα‖∇Ψ‖²", title="bounded, or not", ylim=(0, None)
+    )
+    right.set(
+        xlabel="step k",
+        ylabel="h₂⟨∇Ψ, Ĥ∇Ψ⟩/‖∇Ψ‖²",
+        title="≥ 1 without a sketch; the proof needs ⅛",
+        ylim=(0.1, None),
+    )
     for ax in (left, middle, right):
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
     left.legend(frameon=False, fontsize=6.5, loc="lower left")
 
 
-STUDY = Study("descent", "Theorem 1: does the gradient of a problem that is not convex go to 0?", run, (12.0, 3.8))
+STUDY = Study(
+    "descent",
+    "Theorem 1: does the gradient of a problem that is not convex go to 0?",
+    run,
+    (12.0, 3.8),
+)

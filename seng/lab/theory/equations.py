@@ -23,8 +23,13 @@ class Network(nn.Module):
 
     def __init__(self, widths: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
-        layers = (nn.utils.skip_init(nn.Linear, i, o, dtype=torch.float64) for i, o in pairwise(widths))
-        self.layers = nn.ModuleList(layers)  # not nn.Linear's own values, which take from the global generator
+        layers = (
+            nn.utils.skip_init(nn.Linear, i, o, dtype=torch.float64)
+            for i, o in pairwise(widths)
+        )
+        self.layers = nn.ModuleList(
+            layers
+        )  # not nn.Linear's own values, which take from the global generator
         with torch.no_grad():
             for p in self.parameters():  # Glorot's range for weights; biases from −1 to 1 spread the bends over the domain
                 bound = math.sqrt(6 / sum(p.shape)) if p.dim() > 1 else 1.0
@@ -43,14 +48,25 @@ class Network(nn.Module):
             z = layer(z.tanh())
         return z[:, 0]
 
-    def jet(self, x: Tensor, c: tuple[float, ...]) -> tuple[Tensor, list[Tensor], Tensor]:
+    def jet(
+        self, x: Tensor, c: tuple[float, ...]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
         """u, ∂u/∂x_i for each i, and Σ c_i ∂²u/∂x_i², each (B,)."""
         first, rest = self._split
         z, dz, Dz = first(x), list(first.weight.T), x.new_zeros(())
         for layer in rest:
             t = z.tanh()
             slope = 1 - t * t  # tanh′; tanh″ = −2 tanh tanh′
-            Dz = slope * (Dz - 2 * t * sum(c_i * d * d for c_i, d in zip(c, dz, strict=True) if c_i)) @ layer.weight.T
+            Dz = (
+                slope
+                * (
+                    Dz
+                    - 2
+                    * t
+                    * sum(c_i * d * d for c_i, d in zip(c, dz, strict=True) if c_i)
+                )
+                @ layer.weight.T
+            )
             dz = [(slope * d) @ layer.weight.T for d in dz]
             z = layer(t)
         return z[:, 0], [d[:, 0] for d in dz], Dz[:, 0]
@@ -65,7 +81,9 @@ class Problem:
     operator: Callable[[Network, Tensor], Tensor]  # 𝒟u
     source: Callable[[Tensor], Tensor]  # f
     exact: Callable[[Tensor], Tensor]  # u*
-    sides: tuple[tuple[int, int], ...]  # where u is given: (the coordinate that is fixed, 0 its lowest or 1 its highest value)
+    sides: tuple[
+        tuple[int, int], ...
+    ]  # where u is given: (the coordinate that is fixed, 0 its lowest or 1 its highest value)
     weight: float  # w
     cells: int = 23  # of each axis; N is their square
     edge: int = 120  # M, a multiple of the number of sides
@@ -88,10 +106,14 @@ class Problem:
         low = unit.new_tensor(self.corner)
         return low + (1 - low) * unit
 
-    def points(self, generator: torch.Generator) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def points(
+        self, generator: torch.Generator
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """(x, f) inside and (y, u*) on the sides in turns: one point anywhere in each cell, so that there are no gaps."""
         places = torch.arange(self.cells, dtype=torch.float64)
-        x = torch.cartesian_prod(places, places) + torch.rand(self.inside, 2, generator=generator, dtype=torch.float64)
+        x = torch.cartesian_prod(places, places) + torch.rand(
+            self.inside, 2, generator=generator, dtype=torch.float64
+        )
         x = self.placed(x / self.cells)
         turns = torch.arange(self.edge)[:, None] // len(self.sides)
         y = turns + torch.rand(self.edge, 2, generator=generator, dtype=torch.float64)
@@ -147,7 +169,14 @@ def _front(x: Tensor) -> Tensor:
     """Cole and Hopf: u = −2ν φ_x/φ where φ = a − e^{−νπ²t} cos πx solves the heat equation; a front at x = 0 that wears off."""
     e = torch.exp(-VISCOSITY * math.pi**2 * x[:, 1])
     angle = math.pi * x[:, 0]
-    return -2 * VISCOSITY * math.pi * e * torch.sin(angle) / (OFFSET - e * torch.cos(angle))
+    return (
+        -2
+        * VISCOSITY
+        * math.pi
+        * e
+        * torch.sin(angle)
+        / (OFFSET - e * torch.cos(angle))
+    )
 
 
 def _nothing(x: Tensor) -> Tensor:
@@ -155,6 +184,16 @@ def _nothing(x: Tensor) -> Tensor:
 
 
 SQUARE = ((0, 0), (0, 1), (1, 0), (1, 1))
-POISSON = Problem("Poisson", (0.0, 0.0), _laplace, _forcing, _waves, SQUARE, weight=100.0)
-BURGERS = Problem("Burgers", (-1.0, 0.0), _burgers, _nothing, _front, ((0, 0), (1, 0), (0, 1), (1, 0)), weight=10.0)
+POISSON = Problem(
+    "Poisson", (0.0, 0.0), _laplace, _forcing, _waves, SQUARE, weight=100.0
+)
+BURGERS = Problem(
+    "Burgers",
+    (-1.0, 0.0),
+    _burgers,
+    _nothing,
+    _front,
+    ((0, 0), (1, 0), (0, 1), (1, 0)),
+    weight=10.0,
+)
 SMALL = replace(POISSON, cells=14, edge=60, widths=(2, 16, 16, 1), steps=30)

@@ -54,20 +54,31 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def judged(
-    seconds: Sequence[float], costs: Sequence[float], found: float, predicted: float, tolerance: float
+    seconds: Sequence[float],
+    costs: Sequence[float],
+    found: float,
+    predicted: float,
+    tolerance: float,
 ) -> tuple[str, str]:
     """The verdict on an exponent of time, and what there is to say about it."""
     fit = fitted(seconds)
     out = len(seconds) - len(fit)
     short = f"{out} of {len(seconds)} sizes under {1e3 * THRESHOLD:g} ms"
     if len(fit) < LEAST:
-        return "too small to measure", f"{short}: too short to tell from what the calls themselves take"
+        return (
+            "too small to measure",
+            f"{short}: too short to tell from what the calls themselves take",
+        )
     first, last = (1e-9 * costs[i] / seconds[i] for i in (fit[0], fit[-1]))
     rate = f"{first:.2g} → {last:.2g} G/s"
     left = f"{short}, left out; " if out else ""
     if abs(found - predicted) <= tolerance:
         return "within", f"{left}{rate}"
-    why = "the rate still rises with the size" if last > first else "larger sizes run slower, as beyond a cache"
+    why = (
+        "the rate still rises with the size"
+        if last > first
+        else "larger sizes run slower, as beyond a cache"
+    )
     return "outside", f"{left}{why}: {rate}"
 
 
@@ -80,7 +91,10 @@ def measure(row: Row, sweep: Sweep, quick: bool) -> Line:
     """One variable of one operation."""
     sizes = list(sweep.sizes())
     ready = [row.prepare(s) for s in sizes]
-    operations, held = [operation for operation, _ in ready], [size for _, size in ready]
+    operations, held = (
+        [operation for operation, _ in ready],
+        [size for _, size in ready],
+    )
     counted = [multiply_adds(operation) for operation in operations]
     seconds = times(operations, 1, 0) if quick else times(operations, 6, 10e-3)
     costs, stored = ([formula(s) for s in sizes] for formula in row.ours)
@@ -88,12 +102,19 @@ def measure(row: Row, sweep: Sweep, quick: bool) -> Line:
     enough = len(long) >= LEAST
 
     def slope(y: Sequence[float]) -> float:
-        over = long if enough else range(len(sizes))  # the same sizes for everything, so that exponents compare
+        over = (
+            long if enough else range(len(sizes))
+        )  # the same sizes for everything, so that exponents compare
         return exponent([sweep.values[i] for i in over], [y[i] for i in over])
 
     found, predicted = slope(seconds), slope(costs)
-    verdict, words = judged(seconds, costs, found, predicted, LOOSE if quick else TOLERANCE)
-    table = [None if formula is None else slope([formula(s) for s in sizes]) for formula in row.paper or (None, None)]
+    verdict, words = judged(
+        seconds, costs, found, predicted, LOOSE if quick else TOLERANCE
+    )
+    table = [
+        None if formula is None else slope([formula(s) for s in sizes])
+        for formula in row.paper or (None, None)
+    ]
     return Line(
         row.name,
         row.ours[0].text,

@@ -55,20 +55,40 @@ def _widths(last: int) -> tuple[int, ...]:
 
 def run(say: Say, quick: bool) -> Outcome:
     """The exact direction at several α, at several widths and under sketches, and gradient descent."""
-    size = Size(_widths(10), (ALPHA,), 2, 256, 1, 0.04) if quick else Size(_widths(13), ALPHAS, 5, 2048, 3, 0.01)
+    size = (
+        Size(_widths(10), (ALPHA,), 2, 256, 1, 0.04)
+        if quick
+        else Size(_widths(13), ALPHAS, 5, 2048, 3, 0.01)
+    )
     widest = [network(size.widths[-1], seed) for seed in range(size.seeds)]
     exact = {alpha: [descend(net, alpha) for net in widest] for alpha in ALPHAS}
-    say(f"width {size.widths[-1]}: worst |(1 − ρ)/α − 1| is {max(t.worst for ts in exact.values() for t in ts):.3f}")
+    say(
+        f"width {size.widths[-1]}: worst |(1 − ρ)/α − 1| is {max(t.worst for ts in exact.values() for t in ts):.3f}"
+    )
     by_width = {
-        m: [descend(network(m, seed), alpha) for alpha in size.alphas for seed in range(size.seeds)] for m in size.widths[:-1]
+        m: [
+            descend(network(m, seed), alpha)
+            for alpha in size.alphas
+            for seed in range(size.seeds)
+        ]
+        for m in size.widths[:-1]
     }
-    by_width[size.widths[-1]] = [trace for alpha in size.alphas for trace in exact[alpha]]
+    by_width[size.widths[-1]] = [
+        trace for alpha in size.alphas for trace in exact[alpha]
+    ]
     for m, traces in by_width.items():
         reached = sum(t.converged for t in traces)
-        say(f"width {m}: {reached} of {len(traces)} converge, worst {max(t.worst for t in traces):.3f}")
+        say(
+            f"width {m}: {reached} of {len(traces)} converge, worst {max(t.worst for t in traces):.3f}"
+        )
     sketches = [_sketched(say, kind, size) for kind in (Rows, CountSketch)]
-    plain = [_gradient_descent(net, t.eigenvalues) for net, t in zip(widest, exact[ALPHA], strict=True)]
-    say(f"gradient descent: {len(plain[0].speeds)} steps for what takes {len(exact[ALPHAS[-1]][0].speeds)} at α = {ALPHAS[-1]}")
+    plain = [
+        _gradient_descent(net, t.eigenvalues)
+        for net, t in zip(widest, exact[ALPHA], strict=True)
+    ]
+    say(
+        f"gradient descent: {len(plain[0].speeds)} steps for what takes {len(exact[ALPHAS[-1]][0].speeds)} at α = {ALPHAS[-1]}"
+    )
     numbers = _numbers(size, exact, by_width, sketches, plain)
     claims = (
         *_exact_claims(exact),
@@ -76,7 +96,9 @@ def run(say: Say, quick: bool) -> Outcome:
         *_sketch_claims(sketches, size.close),
         _plain_claim(plain, exact[ALPHAS[-1]]),
     )
-    return Outcome(claims, numbers, lambda figure: _draw(figure, numbers), _remarks(numbers))
+    return Outcome(
+        claims, numbers, lambda figure: _draw(figure, numbers), _remarks(numbers)
+    )
 
 
 def _gradient_descent(net: Network, eigenvalues: Sequence[float]) -> Trace:
@@ -91,7 +113,9 @@ class Sketched:
     name: str
     q: list[int]
     speed: list[float]  # (1 − ρ)/α, the mean of the draws
-    spread: list[float]  # root mean square over all steps of their speed's distance to the exact one's
+    spread: list[
+        float
+    ]  # root mean square over all steps of their speed's distance to the exact one's
     eta: list[float]  # of A.1, once
     exact: float  # the speed of Ω = I
     theory: list[float]  # that of a Gaussian Ω, times the exact one
@@ -99,16 +123,32 @@ class Sketched:
 
 def _sketched(say: Say, kind: type[Rows] | type[CountSketch], size: Size) -> Sketched:
     net, alpha = network(size.sketched, 0), ALPHA
-    q = [2**i * SAMPLES for i in range(1, 20) if 2**i * SAMPLES < size.sketched * INPUTS]
+    q = [
+        2**i * SAMPLES for i in range(1, 20) if 2**i * SAMPLES < size.sketched * INPUTS
+    ]
     exact = descend(net, alpha).speed
-    out = Sketched(kind.__name__, q, [], [], [], exact, [exact * sketched_speed(rows, alpha) for rows in q])
+    out = Sketched(
+        kind.__name__,
+        q,
+        [],
+        [],
+        [],
+        exact,
+        [exact * sketched_speed(rows, alpha) for rows in q],
+    )
     for rows in q:
-        traces = [descend(net, alpha, kind(rows), seed=draw) for draw in range(size.draws)]
-        steps = torch.tensor([speed for trace in traces for speed in trace.speeds], dtype=torch.float64)
+        traces = [
+            descend(net, alpha, kind(rows), seed=draw) for draw in range(size.draws)
+        ]
+        steps = torch.tensor(
+            [speed for trace in traces for speed in trace.speeds], dtype=torch.float64
+        )
         out.speed.append(sum(trace.speed for trace in traces) / size.draws)
         out.spread.append(float((steps - exact).square().mean().sqrt()))
         out.eta.append(embedding_error(net, kind(rows)))
-        say(f"{kind.__name__}({rows}): speed {out.speed[-1]:.3f}, by theory {out.theory[len(out.speed) - 1]:.3f}")
+        say(
+            f"{kind.__name__}({rows}): speed {out.speed[-1]:.3f}, by theory {out.theory[len(out.speed) - 1]:.3f}"
+        )
     return out
 
 
@@ -116,9 +156,14 @@ def _exact_claims(exact: Mapping[float, Sequence[Trace]]) -> list[Claim]:
     every = [trace for traces in exact.values() for trace in traces]
     fits = [straightness(trace) for trace in every]
     runs = f"{len(every)} runs, α = {', '.join(map(str, exact))}"
-    worst = {alpha: max(trace.worst for trace in traces) for alpha, traces in exact.items()}
+    worst = {
+        alpha: max(trace.worst for trace in traces) for alpha, traces in exact.items()
+    }
     bound = [  # ‖f_k − y‖²/((1 − α)ᵏ‖f_0 − y‖²) for k ≥ 1: Theorem 2 has it at most 1
-        (r / trace.residuals[0]) ** 2 / (1 - trace.alpha) ** k for trace in every for k, r in enumerate(trace.residuals) if k
+        (r / trace.residuals[0]) ** 2 / (1 - trace.alpha) ** k
+        for trace in every
+        for k, r in enumerate(trace.residuals)
+        if k
     ]
     return [
         Claim(
@@ -128,7 +173,8 @@ def _exact_claims(exact: Mapping[float, Sequence[Trace]]) -> list[Claim]:
         ),
         Claim(
             f"each step contracts f − y by 1 − α: |(1 − ρ_k)/α − 1| ≤ {TOLERANCE} at every step, for each α ≤ 0.5",
-            ", ".join(f"{w:.4f} at α = {alpha}" for alpha, w in worst.items()) + " at the worst step of all seeds",
+            ", ".join(f"{w:.4f} at α = {alpha}" for alpha, w in worst.items())
+            + " at the worst step of all seeds",
             max(worst.values()) <= TOLERANCE,
         ),
         Claim(
@@ -151,8 +197,14 @@ def smallest_width(by_width: Mapping[int, Sequence[Trace]]) -> int | None:
 
 def _width_claim(by_width: Mapping[int, Sequence[Trace]]) -> Claim:
     smallest, widest = smallest_width(by_width), max(by_width)
-    fails = [m for m, traces in by_width.items() if not all(t.converged for t in traces)]
-    reach = f"some runs do not converge at widths {fails}" if fails else "all converge at every width"
+    fails = [
+        m for m, traces in by_width.items() if not all(t.converged for t in traces)
+    ]
+    reach = (
+        f"some runs do not converge at widths {fails}"
+        if fails
+        else "all converge at every width"
+    )
     return Claim(
         f"wide enough is enough: from some width below the widest on, every run converges within {TOLERANCE} at each step",
         f"the smallest such width is {smallest}, N = {SAMPLES}; {reach}",
@@ -161,10 +213,21 @@ def _width_claim(by_width: Mapping[int, Sequence[Trace]]) -> Claim:
 
 
 def _sketch_claims(sketches: Sequence[Sketched], close: float) -> list[Claim]:
-    falls = [all(b < a for a, b in zip(s.spread, s.spread[1:], strict=False)) for s in sketches]
+    falls = [
+        all(b < a for a, b in zip(s.spread, s.spread[1:], strict=False))
+        for s in sketches
+    ]
     last = [abs(s.speed[-1] - s.exact) for s in sketches]
-    off = [abs(v - t) for s in sketches for q, v, t in zip(s.q, s.speed, s.theory, strict=True) if q >= 4 * SAMPLES]
-    ends = ", ".join(f"{s.name} {s.spread[0]:.3f} at q = {s.q[0]} to {s.spread[-1]:.3f} at {s.q[-1]}" for s in sketches)
+    off = [
+        abs(v - t)
+        for s in sketches
+        for q, v, t in zip(s.q, s.speed, s.theory, strict=True)
+        if q >= 4 * SAMPLES
+    ]
+    ends = ", ".join(
+        f"{s.name} {s.spread[0]:.3f} at q = {s.q[0]} to {s.spread[-1]:.3f} at {s.q[-1]}"
+        for s in sketches
+    )
     return [
         Claim(
             f"the sketched rate tends to the exact one: a step's distance falls at each doubling of q, the mean's to ≤ {close}",
@@ -186,7 +249,8 @@ def _plain_claim(plain: Sequence[Trace], exact: Sequence[Trace]) -> Claim:
     return Claim(
         "gradient descent with its best step pays the condition number κ of JJᵀ: 1 − ρ = 2/(κ + 1), within 0.15 of it",
         f"κ = {kappas[0]:.1f}; 1 − ρ is {min(ratios):.3f} to {max(ratios):.3f} of that; {steps}",
-        max(abs(ratio - 1) for ratio in ratios) <= 0.15 and all(t.converged for t in plain),
+        max(abs(ratio - 1) for ratio in ratios) <= 0.15
+        and all(t.converged for t in plain),
     )
 
 
@@ -231,8 +295,18 @@ def _remarks(numbers: Mapping[str, Any]) -> tuple[str, ...]:
 def _draw(figure: Any, numbers: Mapping[str, Any]) -> None:
     left, middle, right = figure.subplots(1, 3)
     for (alpha, r), colour in zip(numbers["exact"].items(), COLOURS, strict=False):
-        left.semilogy([v / r[0] for v in r], "o", markersize=2.5, color=colour, label=f"α = {alpha}")
-        left.semilogy([(1 - float(alpha)) ** k for k in range(len(r))], color=colour, linewidth=0.8)
+        left.semilogy(
+            [v / r[0] for v in r],
+            "o",
+            markersize=2.5,
+            color=colour,
+            label=f"α = {alpha}",
+        )
+        left.semilogy(
+            [(1 - float(alpha)) ** k for k in range(len(r))],
+            color=colour,
+            linewidth=0.8,
+        )
     r = numbers["plain"]["residuals"]
     left.semilogy([v / r[0] for v in r], color=COLOURS[3], label="gradient descent")
     left.set(xlabel="step k", ylabel="‖f − y‖, relative", title="lines: (1 − α)ᵏ")
@@ -241,16 +315,26 @@ def _draw(figure: Any, numbers: Mapping[str, Any]) -> None:
         for alpha, worst in zip(found["alpha"], found["worst"], strict=True):
             middle.loglog([int(m)], [worst], "o", markersize=3, color=colour_of[alpha])
     middle.axhline(TOLERANCE, color="0.4", linewidth=0.8, linestyle="--")
-    middle.set(xlabel="width m", ylabel="worst |(1 − ρ)/α − 1| of a run", title=f"how wide, N = {SAMPLES}")
+    middle.set(
+        xlabel="width m",
+        ylabel="worst |(1 − ρ)/α − 1| of a run",
+        title=f"how wide, N = {SAMPLES}",
+    )
     for s, colour in zip(numbers["sketches"], COLOURS, strict=False):
-        right.semilogx(s["q"], s["speed"], "o", markersize=4, color=colour, label=s["name"])
+        right.semilogx(
+            s["q"], s["speed"], "o", markersize=4, color=colour, label=s["name"]
+        )
     s = numbers["sketches"][0]
     fine = [round(s["q"][0] * (s["q"][-1] / s["q"][0]) ** (i / 99)) for i in range(100)]
     curve = [s["exact"] * sketched_speed(q, ALPHA) for q in fine]
     right.semilogx(fine, curve, color="0.4", linewidth=0.9, label="Gaussian Ω, theory")
-    right.axhline(s["exact"], color="black", linewidth=0.8, linestyle="--", label="Ω = I")
+    right.axhline(
+        s["exact"], color="black", linewidth=0.8, linestyle="--", label="Ω = I"
+    )
     right.set(
-        xlabel="rows of the sketch q", ylabel="speed (1 − ρ)/α", title=f"sketched, n = {numbers['size']['sketched'] * INPUTS:,}"
+        xlabel="rows of the sketch q",
+        ylabel="speed (1 − ρ)/α",
+        title=f"sketched, n = {numbers['size']['sketched'] * INPUTS:,}",
     )
     for ax in (left, middle, right):
         ax.spines[["top", "right"]].set_visible(False)
@@ -259,4 +343,9 @@ def _draw(figure: Any, numbers: Mapping[str, Any]) -> None:
     right.legend(frameon=False, fontsize=7)
 
 
-STUDY = Study("ntk", "Theorem 2: does the residual of a wide network fall by 1 − α in every step?", run, (11.0, 3.6))
+STUDY = Study(
+    "ntk",
+    "Theorem 2: does the residual of a wide network fall by 1 − α in every step?",
+    run,
+    (11.0, 3.6),
+)

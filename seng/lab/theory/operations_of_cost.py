@@ -22,7 +22,9 @@ from seng.linalg.sketch import Identity, KroneckerRows, Omega, Rows
 from seng.metrics.block import Block
 
 Sizes = dict[str, int]  # by the paper's symbol
-Ready = tuple[Callable[[], Any], int]  # the operation, and the bytes of what it works on
+Ready = tuple[
+    Callable[[], Any], int
+]  # the operation, and the bytes of what it works on
 
 DTYPE = torch.float32
 DAMPING = 1.0
@@ -32,7 +34,9 @@ PERIOD = 65521  # a prime, so that columns of repeated random numbers differ
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     """Random numbers, repeated: a matrix of half a gigabyte is there at once."""
-    some = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed), dtype=DTYPE)
+    some = torch.randn(
+        PERIOD, generator=torch.Generator().manual_seed(seed), dtype=DTYPE
+    )
     size = math.prod(shape)
     return some.repeat(-(-size // PERIOD))[:size].view(shape)
 
@@ -52,7 +56,10 @@ def explicit(s: Sizes) -> Explicit:
 
 def factors(s: Sizes) -> Implicit:
     """G_i (n_G, r) and A_i (n_A, r)."""
-    return Implicit(numbers(s["ϱ"], 1, s["n_G"], s["r"]), numbers(s["ϱ"], 1, s["n_A"], s["r"], seed=1))
+    return Implicit(
+        numbers(s["ϱ"], 1, s["n_G"], s["r"]),
+        numbers(s["ϱ"], 1, s["n_A"], s["r"], seed=1),
+    )
 
 
 def independent(s: Sizes) -> Independent:
@@ -177,7 +184,9 @@ def multiply_adds(operation: Callable[[], Any]) -> float:
     return float(counter.get_total_flops()) / 2
 
 
-def times(operations: Sequence[Callable[[], Any]], visits: int, burst: float) -> list[float]:
+def times(
+    operations: Sequence[Callable[[], Any]], visits: int, burst: float
+) -> list[float]:
     """The least seconds of each, in turns, so that a slow drift of the machine meets all of them.
 
     A visit goes on for `burst` seconds, and unless a call takes longer than LONG, for two calls: the first brings back what the

@@ -19,7 +19,11 @@ from seng.lab.theory.rivals import Curve, Rival, Watch, tuned
 from seng.lab.theory.study import Claim, Outcome, Say, Study
 from seng.residuals.least_squares import LeastSquares
 
-METHODS = {"LeastSquares": "#D55E00", "L-BFGS": "#0072B2", "Adam": "#009E73"}  # colours of Okabe and Ito's palette
+METHODS = {
+    "LeastSquares": "#D55E00",
+    "L-BFGS": "#0072B2",
+    "Adam": "#009E73",
+}  # colours of Okabe and Ito's palette
 EVERY = 5  # steps of least squares from one error to the next
 REMARKS = (
     "Seconds are processor seconds of one thread, and of the steps alone; two fits run side by side, on a core each.",
@@ -56,12 +60,20 @@ Work = Callable[[list[Job]], list[Curve]]
 def done(job: Job) -> Curve:
     """From the weights and points of its seed."""
     start = Start(job.problem, job.seed)
-    return job.rival.fit(start, job.seconds) if job.rival else least_squares(start, job.acceleration)
+    return (
+        job.rival.fit(start, job.seconds)
+        if job.rival
+        else least_squares(start, job.acceleration)
+    )
 
 
 def least_squares(start: Start, acceleration: bool = True) -> Curve:
     """The problem's number of steps."""
-    fit = LeastSquares(start.model, [start.problem.equation, start.problem.boundary], acceleration=acceleration)
+    fit = LeastSquares(
+        start.model,
+        [start.problem.equation, start.problem.boundary],
+        acceleration=acceleration,
+    )
     curve, watch = Curve(), Watch()
     for step in range(1, start.problem.steps + 1):
         watch.go()
@@ -72,24 +84,45 @@ def least_squares(start: Start, acceleration: bool = True) -> Curve:
     return curve
 
 
-def compared(problem: Problem, seeds: tuple[int, ...], work: Work, say: Say) -> dict[str, Any]:
+def compared(
+    problem: Problem, seeds: tuple[int, ...], work: Work, say: Say
+) -> dict[str, Any]:
     """All methods on one problem: curves by method and seed, and how the rivals were tuned."""
     say(f"{problem.name}: least squares")
-    *ours, plain = work([*(Job(problem, seed) for seed in seeds), Job(problem, seeds[0], acceleration=False)])
+    *ours, plain = work(
+        [
+            *(Job(problem, seed) for seed in seeds),
+            Job(problem, seeds[0], acceleration=False),
+        ]
+    )
     curves, tuning = {"LeastSquares": ours}, {}
     for method in ("L-BFGS", "Adam"):
         say(f"{problem.name}: {method}, tuned on the first seed")
         best, first, tries = tuned(
-            method, lambda rivals: work([Job(problem, seeds[0], r, ours[0].seconds[-1]) for r in rivals])
+            method,
+            lambda rivals: work(
+                [Job(problem, seeds[0], r, ours[0].seconds[-1]) for r in rivals]
+            ),
         )
         say(f"{problem.name}: {method}, {best.words()}")
         others = zip(seeds[1:], ours[1:], strict=True)
-        curves[method] = [first, *work([Job(problem, seed, best, own.seconds[-1]) for seed, own in others])]
+        curves[method] = [
+            first,
+            *work([Job(problem, seed, best, own.seconds[-1]) for seed, own in others]),
+        ]
         tuning[method] = {"chosen": best.words(), "tries": tries}
     parameters = sum(p.numel() for p in Start(problem, 0).model.parameters())
     return {
-        **{"parameters": parameters, "residuals": problem.inside + problem.edge, "seeds": list(seeds), "tuning": tuning},
-        "curves": {method: [asdict(curve) for curve in found] for method, found in curves.items()},
+        **{
+            "parameters": parameters,
+            "residuals": problem.inside + problem.edge,
+            "seeds": list(seeds),
+            "tuning": tuning,
+        },
+        "curves": {
+            method: [asdict(curve) for curve in found]
+            for method, found in curves.items()
+        },
         "without acceleration": asdict(plain),
     }
 
@@ -100,15 +133,21 @@ def judged(problem: Problem, found: dict[str, Any], bounds: Bounds) -> list[Clai
     errors = [curve.errors[-1] for curve in ours]
     words = f"{problem.name}: least squares has a relative L2 error of at most {bounds.error:g} after {problem.steps} steps"
     seconds = _list([curve.seconds[-1] for curve in ours], ".1f")
-    claims = [Claim(words, f"{_list(errors)} in {seconds} s", all(error <= bounds.error for error in errors))]
+    claims = [
+        Claim(
+            words,
+            f"{_list(errors)} in {seconds} s",
+            all(error <= bounds.error for error in errors),
+        )
+    ]
     for method, least in bounds.ratios.items():
         theirs = [Curve(**curve).lowest for curve in found["curves"][method]]
         ratios = [their / our for their, our in zip(theirs, errors, strict=True)]
-        passed = [curve.passed(error) for curve, error in zip(ours, theirs, strict=True)]
+        passed = [
+            curve.passed(error) for curve, error in zip(ours, theirs, strict=True)
+        ]
         words = f"{problem.name}: in the same seconds its error is at least {least:g} times below that of tuned {method}"
-        measured = (
-            f"{_list(theirs)}, {_list(ratios, '.0f')} times above; least squares was there after {_list(passed, '.1f')} s"
-        )
+        measured = f"{_list(theirs)}, {_list(ratios, '.0f')} times above; least squares was there after {_list(passed, '.1f')} s"
         claims.append(Claim(words, measured, all(ratio >= least for ratio in ratios)))
     return claims
 
@@ -123,15 +162,31 @@ def draw(numbers: dict[str, Any], bounds: Bounds, figure: Any) -> None:
     for ax, (name, found) in zip(panels, numbers.items(), strict=True):
         for method, colour in METHODS.items():
             for i, curve in enumerate(found["curves"][method]):
-                ax.plot(curve["seconds"], curve["errors"], color=colour, linewidth=1, label=None if i else method)
+                ax.plot(
+                    curve["seconds"],
+                    curve["errors"],
+                    color=colour,
+                    linewidth=1,
+                    label=None if i else method,
+                )
         plain = found["without acceleration"]
         label = "LeastSquares without acceleration, one seed"
-        ax.plot(plain["seconds"], plain["errors"], color=METHODS["LeastSquares"], linewidth=1, linestyle=":", label=label)
+        ax.plot(
+            plain["seconds"],
+            plain["errors"],
+            color=METHODS["LeastSquares"],
+            linewidth=1,
+            linestyle=":",
+            label=label,
+        )
         ax.axhline(bounds.error, color="0.6", linewidth=0.8, linestyle="--")
         ax.set_yscale("log")
         ax.set_xlim(left=0)
         ax.set_xlabel("seconds of one thread")
-        ax.set_title(f"{name}: {found['parameters']} parameters, {found['residuals']} residuals", fontsize=10)
+        ax.set_title(
+            f"{name}: {found['parameters']} parameters, {found['residuals']} residuals",
+            fontsize=10,
+        )
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("relative L2 error")
@@ -140,14 +195,34 @@ def draw(numbers: dict[str, Any], bounds: Bounds, figure: Any) -> None:
 
 def run(say: Say, quick: bool = False) -> Outcome:
     """Both problems, three seeds; quick: a small network on Poisson's, one seed."""
-    bounds, seeds, problems = (FULL, (0, 1, 2), [POISSON, BURGERS]) if not quick else (QUICK, (0,), [SMALL])
+    bounds, seeds, problems = (
+        (FULL, (0, 1, 2), [POISSON, BURGERS]) if not quick else (QUICK, (0,), [SMALL])
+    )
     if quick:
-        numbers = {p.name: compared(p, seeds, lambda jobs: [done(job) for job in jobs], say) for p in problems}
+        numbers = {
+            p.name: compared(p, seeds, lambda jobs: [done(job) for job in jobs], say)
+            for p in problems
+        }
     else:
-        with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-            numbers = {p.name: compared(p, seeds, lambda jobs: list(pool.map(done, jobs)), say) for p in problems}
-    claims = [claim for problem in problems for claim in judged(problem, numbers[problem.name], bounds)]
-    return Outcome(tuple(claims), numbers, lambda figure: draw(numbers, bounds, figure), REMARKS)
+        with ProcessPoolExecutor(
+            2, get_context("spawn"), torch.set_num_threads, (1,)
+        ) as pool:
+            numbers = {
+                p.name: compared(p, seeds, lambda jobs: list(pool.map(done, jobs)), say)
+                for p in problems
+            }
+    claims = [
+        claim
+        for problem in problems
+        for claim in judged(problem, numbers[problem.name], bounds)
+    ]
+    return Outcome(
+        tuple(claims), numbers, lambda figure: draw(numbers, bounds, figure), REMARKS
+    )
 
 
-STUDY = Study("pdes", "Do least-squares steps solve differential equations more accurately than Adam and L-BFGS?", run)
+STUDY = Study(
+    "pdes",
+    "Do least-squares steps solve differential equations more accurately than Adam and L-BFGS?",
+    run,
+)

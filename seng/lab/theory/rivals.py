@@ -60,7 +60,10 @@ class Curve:
 
     def passed(self, error: float) -> float:
         """When it was first below another's error."""
-        return next((s for s, e in zip(self.seconds, self.errors, strict=True) if e < error), math.inf)
+        return next(
+            (s for s, e in zip(self.seconds, self.errors, strict=True) if e < error),
+            math.inf,
+        )
 
 
 class Watch:
@@ -105,7 +108,9 @@ def adam(rival: Rival, task: Task, seconds: float) -> Curve:
     for mark in range(1, MARKS + 1):
         loss = math.nan
         while (now := watch.now()) < seconds * mark / MARKS:
-            optimizer.param_groups[0]["lr"] = rival.lr * 0.5 * (1 + math.cos(math.pi * now / seconds))
+            optimizer.param_groups[0]["lr"] = (
+                rival.lr * 0.5 * (1 + math.cos(math.pi * now / seconds))
+            )
             r = task.residuals(rival.factor, rival.fresh)
             value = 0.5 * r @ r
             optimizer.zero_grad()
@@ -134,8 +139,19 @@ def lbfgs(rival: Rival, task: Task, seconds: float) -> Curve:
         return value.item()
 
     def started() -> torch.optim.LBFGS:
-        limits: dict[str, Any] = {"max_iter": 10, "max_eval": 50, "tolerance_grad": 0.0, "tolerance_change": 0.0}
-        return torch.optim.LBFGS(parameters, rival.lr, history_size=rival.history, line_search_fn="strong_wolfe", **limits)
+        limits: dict[str, Any] = {
+            "max_iter": 10,
+            "max_eval": 50,
+            "tolerance_grad": 0.0,
+            "tolerance_change": 0.0,
+        }
+        return torch.optim.LBFGS(
+            parameters,
+            rival.lr,
+            history_size=rival.history,
+            line_search_fn="strong_wolfe",
+            **limits,
+        )
 
     curve, watch, optimizer = Curve(), Watch(), started()
     best, kept, stalls = math.inf, [p.detach().clone() for p in parameters], 0
@@ -162,10 +178,14 @@ def rounds(method: str) -> list[Callable[[Rival], list[Rival]]]:
     """What is tried, each round beginning with the best of all before it."""
     weights: list[Callable[[Rival], list[Rival]]] = [
         lambda best: [replace(best, factor=factor) for factor in FACTORS],
-        lambda best: [replace(best, factor=best.factor**2)] if best.factor != 1 else [],  # on, where the end of the range won
+        lambda best: (
+            [replace(best, factor=best.factor**2)] if best.factor != 1 else []
+        ),  # on, where the end of the range won
     ]
     if method == "Adam":
-        rates: Callable[[Rival], list[Rival]] = lambda best: [replace(best, lr=lr) for lr in RATES]  # noqa: E731
+        rates: Callable[[Rival], list[Rival]] = lambda best: [  # noqa: E731
+            replace(best, lr=lr) for lr in RATES
+        ]
         return [rates, *weights, lambda best: [replace(best, fresh=True)]]
     return [
         lambda best: [replace(best, history=history) for history in HISTORIES],
@@ -174,7 +194,9 @@ def rounds(method: str) -> list[Callable[[Rival], list[Rival]]]:
     ]
 
 
-def tuned(method: str, measure: Callable[[list[Rival]], Iterable[Curve]]) -> tuple[Rival, Curve, list[dict[str, Any]]]:
+def tuned(
+    method: str, measure: Callable[[list[Rival]], Iterable[Curve]]
+) -> tuple[Rival, Curve, list[dict[str, Any]]]:
     """The settings of the lowest error, its curve, and all that was tried."""
     best, curve = Rival(method, lr=1.0), Curve()
     tries = []

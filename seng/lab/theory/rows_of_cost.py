@@ -28,7 +28,12 @@ class Formula:
     text: str
 
     def __call__(self, sizes: Sizes) -> float:
-        return float(sum(math.prod(_factor(f, sizes) for f in term.split("·")) for term in self.text.split(" + ")))
+        return float(
+            sum(
+                math.prod(_factor(f, sizes) for f in term.split("·"))
+                for term in self.text.split(" + ")
+            )
+        )
 
 
 def _factor(text: str, sizes: Sizes) -> Fraction:
@@ -52,8 +57,14 @@ class Sweep:
 
     def smaller(self) -> Sweep:
         """Three sizes, with all that is large a quarter as large: for a look at the counts."""
-        values = tuple(v // 4 if self.values[0] >= LARGE else v for v in self.values[:3])
-        return Sweep(self.symbol, values, {name: v // 4 if v >= LARGE else v for name, v in self.fixed.items()})
+        values = tuple(
+            v // 4 if self.values[0] >= LARGE else v for v in self.values[:3]
+        )
+        return Sweep(
+            self.symbol,
+            values,
+            {name: v // 4 if v >= LARGE else v for name, v in self.fixed.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -61,16 +72,25 @@ class Row:
     """One operation, what it should cost, and where it is measured."""
 
     name: str
-    paper: tuple[Formula, Formula | None] | None  # cost and memory by the table; None where it has no such row
+    paper: (
+        tuple[Formula, Formula | None] | None
+    )  # cost and memory by the table; None where it has no such row
     ours: tuple[Formula, Formula]  # multiply-adds, and bytes
     prepare: Callable[[Sizes], Ready]
     sweeps: tuple[Sweep, ...]
 
 
 def _row(
-    name: str, paper: tuple[str, str | None] | None, ours: tuple[str, str], prepare: Callable[[Sizes], Ready], *sweeps: Sweep
+    name: str,
+    paper: tuple[str, str | None] | None,
+    ours: tuple[str, str],
+    prepare: Callable[[Sizes], Ready],
+    *sweeps: Sweep,
 ) -> Row:
-    table = paper and (Formula(paper[0]), None if paper[1] is None else Formula(paper[1]))
+    table = paper and (
+        Formula(paper[0]),
+        None if paper[1] is None else Formula(paper[1]),
+    )
     return Row(name, table, (Formula(ours[0]), Formula(ours[1])), prepare, sweeps)
 
 
@@ -80,8 +100,21 @@ def _doubled(first: int, count: int) -> tuple[int, ...]:
 
 def _sweep(symbol: str, values: tuple[int, ...], **fixed: int) -> Sweep:
     """With short words for the keys that Python cannot spell."""
-    names = {"m": ("n_G", "n_A"), "zeta": ("ζ_G", "ζ_A"), "samples": ("ϱ",), "positions": ("κ",)}
-    return Sweep(symbol, values, {name: value for key, value in fixed.items() for name in names.get(key, (key,))})
+    names = {
+        "m": ("n_G", "n_A"),
+        "zeta": ("ζ_G", "ζ_A"),
+        "samples": ("ϱ",),
+        "positions": ("κ",),
+    }
+    return Sweep(
+        symbol,
+        values,
+        {
+            name: value
+            for key, value in fixed.items()
+            for name in names.get(key, (key,))
+        },
+    )
 
 
 SIDE, SKETCH = "n_G = n_A", "ζ_G = ζ_A"
@@ -119,10 +152,24 @@ ROWS = (
         _sweep("ϱ", (224, 320, 448, 640), n=60_000, q=30_000),
         _sweep("q", _doubled(15_000, 4), n=240_000, samples=160),
         _sweep("n", _doubled(30_000, 4), q=15_000, samples=160),
-        _sweep("q", _doubled(64, 4), n=60_000, samples=32),  # as one would use it: too short a time for a law
+        _sweep(
+            "q", _doubled(64, 4), n=60_000, samples=32
+        ),  # as one would use it: too short a time for a law
     ),
-    _row("(λI + K)⁻¹ of (8)", ("ϱ³", None), ("5/3·ϱ³", "8·ϱ²"), op.inverted, _sweep("ϱ", (1000, 1400, 2000, 2800))),
-    _row("Uᵀz", ("ϱ·n", "ϱ·n"), ("ϱ·n", STORED), lambda s: op.transposed(op.explicit(s)), *STREAMED),
+    _row(
+        "(λI + K)⁻¹ of (8)",
+        ("ϱ³", None),
+        ("5/3·ϱ³", "8·ϱ²"),
+        op.inverted,
+        _sweep("ϱ", (1000, 1400, 2000, 2800)),
+    ),
+    _row(
+        "Uᵀz",
+        ("ϱ·n", "ϱ·n"),
+        ("ϱ·n", STORED),
+        lambda s: op.transposed(op.explicit(s)),
+        *STREAMED,
+    ),
     _row(
         "Uᵀz by factors (18)",
         ("n_A·n_G·ϱ·r", PAIRS[1]),
@@ -142,7 +189,13 @@ ROWS = (
         _sweep(SKETCH, (1000, 1400, 2000, 2800), samples=128, r=8, m=3000),
         _sweep(SIDE, (600, 800, 1000, 1400), samples=512, r=8, zeta=500),
     ),
-    _row("UᵀU", ("ϱ²·n", "ϱ·n"), ("ϱ²·n", STORED), lambda s: op.gram(op.explicit(s)), *SQUARED),
+    _row(
+        "UᵀU",
+        ("ϱ²·n", "ϱ·n"),
+        ("ϱ²·n", STORED),
+        lambda s: op.gram(op.explicit(s)),
+        *SQUARED,
+    ),
     _row(
         "UᵀU by factors (20)",
         PAIRS,
@@ -162,7 +215,13 @@ ROWS = (
         _sweep(SKETCH, _doubled(500, 4), m=5000, samples=64, r=4),
         _sweep(SIDE, (500, 700, 1000, 1400), zeta=350, samples=128, r=4),
     ),
-    _row("Uc", ("ϱ·n", "ϱ·n"), ("ϱ·n", STORED), lambda s: op.combined(op.explicit(s)), *STREAMED),
+    _row(
+        "Uc",
+        ("ϱ·n", "ϱ·n"),
+        ("ϱ·n", STORED),
+        lambda s: op.combined(op.explicit(s)),
+        *STREAMED,
+    ),
     _row(
         "Uc by factors (22)",
         ("n_A·n_G·r·ϱ", PAIRS[1]),

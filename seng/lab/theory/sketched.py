@@ -17,7 +17,14 @@ from torch import Tensor
 
 from seng.lab.theory.trained import Layer
 from seng.linalg.operators import Explicit
-from seng.linalg.sketch import CountSketch, Gaussian, KroneckerRows, LeverageRows, Omega, Rows
+from seng.linalg.sketch import (
+    CountSketch,
+    Gaussian,
+    KroneckerRows,
+    LeverageRows,
+    Omega,
+    Rows,
+)
 
 OBLIVIOUS = ("Gaussian", "CountSketch")
 BOTH = "KroneckerRows, both sides"
@@ -33,7 +40,12 @@ def drawn(kind: str, layer: Layer, q: int, generator: torch.Generator) -> Omega:
     if kind.startswith("KroneckerRows"):
         q_G = n_G if kind == "KroneckerRows" else max(1, round(n_G * (q / U.n) ** 0.5))
         return KroneckerRows(q_G, max(1, q // q_G)).draw(U, generator)
-    flat = {"Gaussian": Gaussian(q), "CountSketch": CountSketch(q), "Rows": Rows(q), "LeverageRows": LeverageRows(q)}
+    flat = {
+        "Gaussian": Gaussian(q),
+        "CountSketch": CountSketch(q),
+        "Rows": Rows(q),
+        "LeverageRows": LeverageRows(q),
+    }
     return flat[kind].draw(U, generator)
 
 
@@ -43,11 +55,20 @@ def expected(kind: str, layer: Layer, v: Tensor, q: int) -> float | None:
     products = layer.leverage * v.square() / size  # (n,)
     along = float((layer.N.T @ v).square().sum() / size)
     if kind in OBLIVIOUS:
-        return (layer.rank + along - (2 * float(products.sum()) if kind == "CountSketch" else 0)) / q
+        return (
+            layer.rank
+            + along
+            - (2 * float(products.sum()) if kind == "CountSketch" else 0)
+        ) / q
     if kind == "Rows":
         return (n * float(products.sum()) - along) * (n - q) / (n - 1) / q
-    p = {"LeverageRows": layer.row_norms, "rows by leverage": layer.leverage / layer.rank}.get(kind)
-    return None if p is None else (float((products[p > 0] / p[p > 0]).sum()) - along) / q
+    p = {
+        "LeverageRows": layer.row_norms,
+        "rows by leverage": layer.leverage / layer.rank,
+    }.get(kind)
+    return (
+        None if p is None else (float((products[p > 0] / p[p > 0]).sum()) - along) / q
+    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,11 @@ def errors(layer: Layer, v: Tensor, omega: Omega) -> Errors:
     X, x = sketched[:, :-1], sketched[:, -1]
     off = X.T @ X - torch.eye(layer.rank, dtype=X.dtype)
     squares = layer.sigma.square()
-    weights = torch.ones_like(squares), squares / squares[0], squares / (squares + DAMPING * squares[0])
+    weights = (
+        torch.ones_like(squares),
+        squares / squares[0],
+        squares / (squares + DAMPING * squares[0]),
+    )
     eta, gram, damped = (norm(w.sqrt()[:, None] * off * w.sqrt()) for w in weights)
     epsilon = float((X.T @ x - layer.N.T @ v).square().sum() / v.square().sum())
     energy = 1 + float(squares @ off.diagonal() / squares.sum())

@@ -23,7 +23,9 @@ class Outcome:
     """What a study found."""
 
     claims: tuple[Claim, ...]
-    numbers: dict[str, Any]  # everything that the picture and the claims are made of: plain lists and numbers, for JSON
+    numbers: dict[
+        str, Any
+    ]  # everything that the picture and the claims are made of: plain lists and numbers, for JSON
     draw: Callable[[Any], None]  # onto an empty matplotlib Figure
     remarks: tuple[str, ...] = field(default=())  # what a reader must know beside it
 
@@ -34,5 +36,7 @@ class Study:
 
     name: str  # a word for the command line
     title: str  # the question
-    run: Callable[[Say, bool], Outcome]  # (progress, quick): quick is seconds, for a test; the same claims, looser
+    run: Callable[
+        [Say, bool], Outcome
+    ]  # (progress, quick): quick is seconds, for a test; the same claims, looser
     size: tuple[float, float] = (9.0, 3.6)  # of the picture, inches

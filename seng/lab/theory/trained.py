@@ -115,9 +115,13 @@ def initial(generator: torch.Generator) -> nn.Sequential:
     return model
 
 
-def _captured(model: nn.Sequential, x: Tensor, y: Tensor, order: Tensor, samples: int) -> tuple[Layer, Layer]:
+def _captured(
+    model: nn.Sequential, x: Tensor, y: Tensor, order: Tensor, samples: int
+) -> tuple[Layer, Layer]:
     """A refresh of the library on the first samples, whose step has length 0; then the gradient of the next ones."""
-    optimizer = SENG(model, lr=0.0, momentum=0.0, curvature=Curvature(form="explicit", decay=0.0))
+    optimizer = SENG(
+        model, lr=0.0, momentum=0.0, curvature=Curvature(form="explicit", decay=0.0)
+    )
     engine = optimizer.preconditioner
     assert engine is not None
     _backward(model, x, y, order[:samples])
@@ -127,7 +131,9 @@ def _captured(model: nn.Sequential, x: Tensor, y: Tensor, order: Tensor, samples
     g = _gathered(engine)
     convolutions, (linear,) = (_sites(engine, kind) for kind in (nn.Conv2d, nn.Linear))
     wanted = {"convolution": convolutions[1], "linear": linear}
-    first, second = (Layer(name, engine.blocks[i].U, own[i], g[i]) for name, i in wanted.items())
+    first, second = (
+        Layer(name, engine.blocks[i].U, own[i], g[i]) for name, i in wanted.items()
+    )
     return first, second
 
 
@@ -143,4 +149,8 @@ def _gathered(engine: Preconditioner) -> list[Tensor]:
 
 
 def _sites(engine: Preconditioner, kind: type[nn.Module]) -> list[int]:
-    return [i for i, site in enumerate(engine.sites) if isinstance(site.members[0].module, kind)]
+    return [
+        i
+        for i, site in enumerate(engine.sites)
+        if isinstance(site.members[0].module, kind)
+    ]

@@ -41,7 +41,9 @@ class Problem:
 
     def loss(self, theta: Tensor) -> Tensor:
         """Ψ of θ (h, m_0 + 1)."""
-        return self.losses(torch.tanh(self.X @ theta[:, :-1].T + theta[:, -1]) @ self.A.T, self.y).mean()
+        return self.losses(
+            torch.tanh(self.X @ theta[:, :-1].T + theta[:, -1]) @ self.A.T, self.y
+        ).mean()
 
     def gradient(self, theta: Tensor) -> Tensor:
         """∇Ψ (n,) in closed form: the study looks at it in every step."""
@@ -67,10 +69,14 @@ def problem(seed: int) -> Problem:
 
     X = normal(SAMPLES, INPUTS)
     X = X - X.mean(0)
-    X = torch.linalg.solve_triangular(torch.linalg.cholesky(X.T @ X / SAMPLES), X.T, upper=False).T
+    X = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(X.T @ X / SAMPLES), X.T, upper=False
+    ).T
     A = torch.linalg.qr(normal(HIDDEN, HIDDEN))[0]
     teacher = normal(HIDDEN, INPUTS + 1) / INPUTS**0.5
-    y = torch.tanh(X @ teacher[:, :-1].T + teacher[:, -1]) @ A.T + NOISE * normal(SAMPLES, HIDDEN)
+    y = torch.tanh(X @ teacher[:, :-1].T + teacher[:, -1]) @ A.T + NOISE * normal(
+        SAMPLES, HIDDEN
+    )
     return Problem(X, y, A, 0.3 * normal(HIDDEN, INPUTS + 1) / INPUTS**0.5)
 
 
@@ -111,7 +117,9 @@ class Path:
 
     norms: list[float] = field(default_factory=list)  # ‖∇Ψ(θ_k)‖
     sums: list[float] = field(default_factory=list)  # Σα‖∇Ψ‖² so far
-    descents: list[float] = field(default_factory=list)  # ⟨∇Ψ, Ĥ_k∇Ψ⟩/‖∇Ψ‖², where d̂_k = Ĥ_k g_k
+    descents: list[float] = field(
+        default_factory=list
+    )  # ⟨∇Ψ, Ĥ_k∇Ψ⟩/‖∇Ψ‖², where d̂_k = Ĥ_k g_k
     tops: list[float] = field(default_factory=list)  # ‖B_k‖
     etas: list[float] = field(default_factory=list)  # of A.1
     epsilons: list[float] = field(default_factory=list)  # √ε of A.2, for v = ∇Ψ
@@ -120,7 +128,10 @@ class Path:
 
 def network(given: Problem) -> tuple[nn.Sequential, nn.Linear]:
     """The trained layer, tanh and the fixed one; and the trained one by itself."""
-    first, last = nn.Linear(INPUTS, HIDDEN, dtype=torch.float64), nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.float64)
+    first, last = (
+        nn.Linear(INPUTS, HIDDEN, dtype=torch.float64),
+        nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.float64),
+    )
     with torch.no_grad():
         first.weight.copy_(given.start[:, :-1])
         first.bias.copy_(given.start[:, -1])
@@ -140,9 +151,17 @@ def walk(given: Problem, rule: Rule, steps: int, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):  # from whose seed the sketches are drawn
         torch.manual_seed(seed)
         model, trained = network(given)
-        curvature = seng.Curvature(form="explicit", sketch=Rows(rule.rows), decay=0, relative_damping=False)
+        curvature = seng.Curvature(
+            form="explicit", sketch=Rows(rule.rows), decay=0, relative_damping=False
+        )
         optimizer = seng.SENG(
-            model, momentum=0, damping=rule.damping, refresh_every=1, units="paper", curvature=curvature, strict=True
+            model,
+            momentum=0,
+            damping=rule.damping,
+            refresh_every=1,
+            units="paper",
+            curvature=curvature,
+            strict=True,
         )
     path, total = Path(), 0.0
     for k in range(steps):
@@ -172,7 +191,11 @@ def _look(path: Path, optimizer: seng.SENG, g: Tensor, rule: Rule) -> None:
     basis, R = torch.linalg.qr(block.U.explicit().U)  # N (n, ϱ), of U's span
     sketched = block.omega(basis)
     error = sketched.T @ sketched - torch.eye(basis.shape[1], dtype=g.dtype)
-    path.descents.append(float(g @ block.solve(g, rule.damping) / rule.damping / (g @ g)))
+    path.descents.append(
+        float(g @ block.solve(g, rule.damping) / rule.damping / (g @ g))
+    )
     path.tops.append(float(torch.linalg.matrix_norm(R, 2)) ** 2)
     path.etas.append(float(torch.linalg.matrix_norm(error, 2)))
-    path.epsilons.append(float((sketched.T @ block.omega(g) - basis.T @ g).norm() / g.norm()))
+    path.epsilons.append(
+        float((sketched.T @ block.omega(g) - basis.T @ g).norm() / g.norm())
+    )

@@ -50,17 +50,33 @@ def network(width: int, seed: int) -> Network:
     """As the theorem has it: points on the sphere, targets of size 1, w ~ N(0, I)."""
     generator = torch.Generator().manual_seed(seed)
     X, y, W = (
-        torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((SAMPLES, INPUTS), (SAMPLES,), (width, INPUTS))
+        torch.randn(*s, generator=generator, dtype=torch.float64)
+        for s in ((SAMPLES, INPUTS), (SAMPLES,), (width, INPUTS))
     )
     a = torch.randint(2, (width,), generator=generator).double() * 2 - 1
     return Network(X / X.norm(dim=1, keepdim=True), y, W, a)
 
 
-def direction(U: Implicit, residual: Tensor, sketch: Sketch | None, generator: torch.Generator, damping: float) -> Tensor:
+def direction(
+    U: Implicit,
+    residual: Tensor,
+    sketch: Sketch | None,
+    generator: torch.Generator,
+    damping: float,
+) -> Tensor:
     """d = (g − Ub̂)/λ of g = U(f − y), by the library (eqs. 12 and 13)."""
-    omega = Identity() if sketch is None or sketch.covers(U.shape) else sketch.draw(U, generator)
+    omega = (
+        Identity()
+        if sketch is None or sketch.covers(U.shape)
+        else sketch.draw(U, generator)
+    )
     K = omega.of(U).gram()
-    return Block(U, omega, K, top(K[None])[0], relative=False).solve(U.mv(residual), damping) / damping
+    return (
+        Block(U, omega, K, top(K[None])[0], relative=False).solve(
+            U.mv(residual), damping
+        )
+        / damping
+    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,11 @@ class Trace:
 
     def __post_init__(self) -> None:
         pairs = zip(self.residuals, self.residuals[1:], strict=False)
-        object.__setattr__(self, "speeds", [(1 - after / before) / self.alpha for before, after in pairs])
+        object.__setattr__(
+            self,
+            "speeds",
+            [(1 - after / before) / self.alpha for before, after in pairs],
+        )
 
     @property
     def worst(self) -> float:
@@ -86,22 +106,34 @@ class Trace:
     @property
     def speed(self) -> float:
         """(1 − ρ)/α of the geometric mean ρ of the steps' ratios."""
-        mean = math.exp(math.log(self.residuals[-1] / self.residuals[0]) / len(self.speeds))
+        mean = math.exp(
+            math.log(self.residuals[-1] / self.residuals[0]) / len(self.speeds)
+        )
         return (1 - mean) / self.alpha
 
     @property
     def tail(self) -> float:
         """1 − ρ over the last quarter of the steps, where the slowest directions are left."""
         steps = max(1, len(self.speeds) // 4)
-        return 1 - math.exp(math.log(self.residuals[-1] / self.residuals[-1 - steps]) / steps)
+        return 1 - math.exp(
+            math.log(self.residuals[-1] / self.residuals[-1 - steps]) / steps
+        )
 
 
-def descend(net: Network, alpha: float, sketch: Sketch | None = None, plain: bool = False, seed: int = 0) -> Trace:
+def descend(
+    net: Network,
+    alpha: float,
+    sketch: Sketch | None = None,
+    plain: bool = False,
+    seed: int = 0,
+) -> Trace:
     """Until the residual has fallen by DECADES; with a new Ω at every step. `plain` is gradient descent."""
     generator = torch.Generator().manual_seed(seed)
     start, W = net.jacobian(net.W), net.W
     eigenvalues = torch.linalg.eigvalsh(start.gram())
-    gain = alpha * float(eigenvalues[0]) if plain else alpha  # of the slowest direction, per step
+    gain = (
+        alpha * float(eigenvalues[0]) if plain else alpha
+    )  # of the slowest direction, per step
     most = math.ceil(PATIENCE * DECADES * math.log(10) / gain)
     residuals: list[float] = []
     drift = torch.zeros((), dtype=W.dtype)
@@ -114,8 +146,18 @@ def descend(net: Network, alpha: float, sketch: Sketch | None = None, plain: boo
             break
         d = U.mv(r) if plain else direction(U, r, sketch, generator, DAMPING)
         W = W - alpha * d.view_as(W)
-    C = 3 * float((drift / eigenvalues[0]).sqrt()) if float(eigenvalues[0]) > 0 else math.inf
-    return Trace(alpha, residuals, eigenvalues.tolist(), C, residuals[-1] <= 10.0**-DECADES * residuals[0])
+    C = (
+        3 * float((drift / eigenvalues[0]).sqrt())
+        if float(eigenvalues[0]) > 0
+        else math.inf
+    )
+    return Trace(
+        alpha,
+        residuals,
+        eigenvalues.tolist(),
+        C,
+        residuals[-1] <= 10.0**-DECADES * residuals[0],
+    )
 
 
 def straightness(trace: Trace) -> float:
@@ -139,4 +181,8 @@ def embedding_error(net: Network, sketch: Sketch) -> float:
     values, V = torch.linalg.eigh(U.gram())
     whiten = V / values.sqrt()
     M = sketch.draw(U, torch.Generator().manual_seed(0)).of(U).gram()
-    return float(torch.linalg.matrix_norm(whiten.T @ M @ whiten - torch.eye(len(M), dtype=M.dtype), 2))
+    return float(
+        torch.linalg.matrix_norm(
+            whiten.T @ M @ whiten - torch.eye(len(M), dtype=M.dtype), 2
+        )
+    )

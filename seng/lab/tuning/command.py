@@ -29,7 +29,14 @@ from seng.lab.datasets import Data, DataError, load
 from seng.lab.tasks import task
 from seng.lab.tuning.scoreboard import Scoreboard
 from seng.lab.tuning.search import Kind, Plan, held_out
-from seng.lab.tuning.study import Campaign, campaign, connect, default_storage, shown, studies
+from seng.lab.tuning.study import (
+    Campaign,
+    campaign,
+    connect,
+    default_storage,
+    shown,
+    studies,
+)
 from seng.lab.tuning.trials import WAIT, Worker
 from seng.lab.tuning.tuned import entry, write
 
@@ -95,16 +102,30 @@ class Tune:
     def plans(self) -> list[Plan]:
         """One per optimizer."""
         if not self.optimizers or self.where.jobs < 1:
-            raise ValueError("--optimizers names at least one, and --jobs is a count of at least 1")
+            raise ValueError(
+                "--optimizers names at least one, and --jobs is a count of at least 1"
+            )
         what, how = task(self.task), self.search
         settings: dict[str, Any] = {
-            name: getattr(how, name) for name in ("trials", "epochs", "batch", "sampler", "prune", "seed")
+            name: getattr(how, name)
+            for name in ("trials", "epochs", "batch", "sampler", "prune", "seed")
         }
         names = list(dict.fromkeys(self.optimizers))
         check_set(how.set, names)
-        plans = [Plan(what, name, label=self.where.label, fixed=changes(how.set, name), **settings) for name in names]
+        plans = [
+            Plan(
+                what,
+                name,
+                label=self.where.label,
+                fixed=changes(how.set, name),
+                **settings,
+            )
+            for name in names
+        ]
         for plan in plans:
-            _ = plan.first  # an optimizer that there is not is refused before anything is begun
+            _ = (
+                plan.first
+            )  # an optimizer that there is not is refused before anything is begun
         return plans
 
 
@@ -113,10 +134,14 @@ def prepared(options: Tune) -> tuple[list[Campaign], Data, torch.device]:
     plans = options.plans()
     device = device_of(options.where.device)
     if plans[0].task.data == "imagenet":
-        raise ValueError(f"{options.task} is streamed from its folder, and tuning holds out a part of data in memory")
+        raise ValueError(
+            f"{options.task} is streamed from its folder, and tuning holds out a part of data in memory"
+        )
     data = held_out(load(plans[0].task.data, options.where.data))
     if not plans[0].task.problem.steps(data, plans[0].size):
-        raise ValueError(f"{options.task}: a batch of {plans[0].size} is larger than nine tenths of the training set")
+        raise ValueError(
+            f"{options.task}: a batch of {plans[0].size} is larger than nine tenths of the training set"
+        )
     storage = connect(options.storage)
     return [campaign(storage, plan) for plan in plans], data, device
 
@@ -124,7 +149,9 @@ def prepared(options: Tune) -> tuple[list[Campaign], Data, torch.device]:
 def worker(arguments: Sequence[str]) -> None:
     """One of --jobs processes; it ends with the one that started it."""
     options, _ = parsed(Tune, "tune", arguments)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it otherwise
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background ignores it otherwise
     parent = os.getppid()
 
     def watch() -> None:
@@ -140,12 +167,26 @@ def worker(arguments: Sequence[str]) -> None:
         sys.exit(130)
 
 
-def together(arguments: Sequence[str], jobs: int, campaigns: Sequence[Campaign], watch: Callable[[], None]) -> None:
+def together(
+    arguments: Sequence[str],
+    jobs: int,
+    campaigns: Sequence[Campaign],
+    watch: Callable[[], None],
+) -> None:
     """Have worker processes do it, and look on; what one of them dies of is said when none is left to do the work."""
     with ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(jobs)]
-        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
-        workers = [subprocess.Popen([sys.executable, "-c", ONE, *arguments], stderr=file, **quiet) for file in said]
+        quiet: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.DEVNULL,
+            "start_new_session": True,
+        }
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", ONE, *arguments], stderr=file, **quiet
+            )
+            for file in said
+        ]
         try:
             while any(process.poll() is None for process in workers):
                 for each in campaigns:
@@ -160,7 +201,9 @@ def together(arguments: Sequence[str], jobs: int, campaigns: Sequence[Campaign],
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(30)
         if not all(each.complete() for each in campaigns):
-            raise ValueError(f"the workers ended before their work was done: {_last_words(said)}")
+            raise ValueError(
+                f"the workers ended before their work was done: {_last_words(said)}"
+            )
 
 
 def _last_words(said: Sequence[IO[bytes]]) -> str:
@@ -200,11 +243,15 @@ def tune(options: Tune, arguments: Sequence[str]) -> None:
                 Worker(data, device, watch).work(campaigns)
             watch()
     except KeyboardInterrupt:
-        board.say("interrupted; the trials under way do not count, and the same command goes on from here")
+        board.say(
+            "interrupted; the trials under way do not count, and the same command goes on from here"
+        )
         sys.exit(130)
     none = [each.plan.key for each in campaigns if entry(each) is None]
     if none:
-        raise ValueError(f"no trial of {', '.join(none)} came to its end: the lines above, or the storage, say why")
+        raise ValueError(
+            f"no trial of {', '.join(none)} came to its end: the lines above, or the storage, say why"
+        )
     board.say(f"found: {path}; seng compare {options.task} runs with it")
 
 
@@ -212,22 +259,37 @@ def _introduction(plans: Sequence[Plan], data: Data) -> str:
     """What is about to be done, and what may surprise in it."""
     first, judges = plans[0], len(data.test.x)
     each = f"{first.trials} trials of {first.budget:g} epochs at batch {first.size} for every optimizer"
-    said = [f"{first.task.name}: {each}, judged on {judges} of the {len(data.train.x) + judges} training samples."]
+    said = [
+        f"{first.task.name}: {each}, judged on {judges} of the {len(data.train.x) + judges} training samples."
+    ]
     for plan in plans:
         if plan.sampler == "grid":
             some = f"{plan.asked - 1} of the {len(plan.points)} points of the paper's grid, drawn by seed {plan.seed}"
             whole = f"all {len(plan.points)} points of the paper's grid"
-            said.append(f"{plan.optimizer}: the task's own recipe, and {some if plan.asked <= len(plan.points) else whole}.")
+            said.append(
+                f"{plan.optimizer}: the task's own recipe, and {some if plan.asked <= len(plan.points) else whole}."
+            )
         else:
-            stay = [f"{name} stays {getattr(plan.base, name):g}" for name in plan.base.space if name not in plan.space]
-            said += [f"{plan.optimizer}: {', '.join(stay)}, as the task has it."] if stay else []
+            stay = [
+                f"{name} stays {getattr(plan.base, name):g}"
+                for name in plan.base.space
+                if name not in plan.space
+            ]
+            said += (
+                [f"{plan.optimizer}: {', '.join(stay)}, as the task has it."]
+                if stay
+                else []
+            )
     return "\n".join(said)
 
 
 def status(options: Tune) -> None:
     """How far the studies of a task are."""
     name, where = task(options.task).name, options.storage
-    missing = options.where.storage is None and not (options.where.out / name / "studies.db").exists()
+    missing = (
+        options.where.storage is None
+        and not (options.where.out / name / "studies.db").exists()
+    )
     found = [] if missing else studies(connect(where), name)
     if not found:
         raise ValueError(f"there are no studies of {name} in {shown(where)}")
@@ -245,4 +307,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"seng tune: {wrong}")
     except (OptunaError, SQLAlchemyError) as why:
         said = str(why).strip().splitlines()[0]
-        sys.exit(f"seng tune: the storage {shown(options.storage)} failed ({said}); the same command goes on from here")
+        sys.exit(
+            f"seng tune: the storage {shown(options.storage)} failed ({said}); the same command goes on from here"
+        )

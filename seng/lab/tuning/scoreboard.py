@@ -20,9 +20,14 @@ from seng.lab.tuning.study import best, counted, running
 class Scoreboard:
     """A live table of studies; where the output is no terminal, a line per trial."""
 
-    def __init__(self, studies: Sequence[optuna.Study], console: Console | None = None) -> None:
+    def __init__(
+        self, studies: Sequence[optuna.Study], console: Console | None = None
+    ) -> None:
         self.studies, self.console = list(studies), console or Console()
-        self.seen = {study.study_name: {trial.number for trial in _finished(study)} for study in self.studies}
+        self.seen = {
+            study.study_name: {trial.number for trial in _finished(study)}
+            for study in self.studies
+        }
         self.live = Live(console=self.console, refresh_per_second=4, transient=True)
         self.drawn = 0.0
 
@@ -31,7 +36,12 @@ class Scoreboard:
             self.live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.console.is_terminal:
             self.live.stop()
         self.conclude()
@@ -57,7 +67,9 @@ class Scoreboard:
                 if trial.number not in self.seen[study.study_name]:
                     self.seen[study.study_name].add(trial.number)
                     done = f"{study.study_name}: trial {place} of {study.user_attrs['trials']}"
-                    self.say(f"{done}: {_outcome(study, trial)} ({_fields(trial.params)})")
+                    self.say(
+                        f"{done}: {_outcome(study, trial)} ({_fields(trial.params)})"
+                    )
 
     def conclude(self) -> None:
         """The table, and what must be said about it."""
@@ -66,15 +78,24 @@ class Scoreboard:
         self.console.print(self.table())
         counts = {study.study_name: len(_finished(study)) for study in self.studies}
         for study in self.studies:
-            settings, done, asked = study.user_attrs["settings"], counts[study.study_name], study.user_attrs["trials"]
+            settings, done, asked = (
+                study.user_attrs["settings"],
+                counts[study.study_name],
+                study.user_attrs["trials"],
+            )
             if done < asked:
                 self.say(f"{study.study_name} is unfinished: {done} of {asked} trials")
             top = best(study)
             for name in at_the_edge(top.params, top.distributions) if top else ():
                 where = f"the best {name}, {_value(top.params[name])}, lies at the edge of what was tried"  # type: ignore[union-attr]
-                self.say(f"{study.study_name}: {where}; {settings['optimizer']} may do better beyond it")
+                self.say(
+                    f"{study.study_name}: {where}; {settings['optimizer']} may do better beyond it"
+                )
         if (
-            all(counts[study.study_name] >= study.user_attrs["trials"] for study in self.studies)
+            all(
+                counts[study.study_name] >= study.user_attrs["trials"]
+                for study in self.studies
+            )
             and len(set(counts.values())) > 1
         ):
             uneven = ", ".join(f"{count} of {name}" for name, count in counts.items())
@@ -83,7 +104,9 @@ class Scoreboard:
     def table(self) -> Table:
         """One row per study."""
         settings = self.studies[0].user_attrs["settings"]
-        title = f"{settings['task']}: {settings['metric']} on a tenth of the training set"
+        title = (
+            f"{settings['task']}: {settings['metric']} on a tenth of the training set"
+        )
         out = Table(title=title, title_justify="left")
         for header, side in (
             ("optimizer", "left"),
@@ -100,7 +123,12 @@ class Scoreboard:
 
 def _finished(study: optuna.Study) -> list[FrozenTrial]:
     trials = counted(study.get_trials(deepcopy=False))
-    return sorted(trials, key=lambda trial: trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0)
+    return sorted(
+        trials,
+        key=lambda trial: (
+            trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0
+        ),
+    )
 
 
 def _order(study: optuna.Study) -> float:

@@ -39,7 +39,11 @@ class Worker:
     def work(self, campaigns: Sequence[Campaign]) -> None:
         """Until every study is complete, each time on the one with the fewest trials, so that all get on alike."""
         while not all(each.complete() for each in campaigns):
-            begun = {i: count for i, each in enumerate(campaigns) if (count := each.begun()) < each.plan.asked}
+            begun = {
+                i: count
+                for i, each in enumerate(campaigns)
+                if (count := each.begun()) < each.plan.asked
+            }
             if begun:
                 self.one(campaigns[min(begun, key=lambda i: begun[i])])
             else:  # others train the last trials; should they die, these are ours
@@ -57,7 +61,9 @@ class Worker:
             return self._value(campaign, trial)
 
         try:  # torch's own errors, such as a GPU that is too small, end a trial and not the search
-            campaign.study.optimize(objective, n_trials=1, catch=(RuntimeError, ArithmeticError))
+            campaign.study.optimize(
+                objective, n_trials=1, catch=(RuntimeError, ArithmeticError)
+            )
         except ValueError:
             if not numbers or campaign.trials()[numbers[0]].state != TrialState.FAIL:
                 raise
@@ -76,7 +82,9 @@ class Worker:
                 again(campaign.study, frozen)
             raise SuperfluousError
         try:
-            with warnings.catch_warnings():  # what a network's layers get is the same in every trial
+            with (
+                warnings.catch_warnings()
+            ):  # what a network's layers get is the same in every trial
                 warnings.filterwarnings("ignore", message="seng: ")
                 return self._trained(campaign.plan, trial)
         except KeyboardInterrupt:
@@ -86,7 +94,9 @@ class Worker:
             return _diverged(campaign.plan, trial)
         except (RuntimeError, ArithmeticError) as why:
             if not isinstance(why, optuna.TrialPruned):
-                trial.set_user_attr("failed", f"{type(why).__name__}: {why}".splitlines()[0][:300])
+                trial.set_user_attr(
+                    "failed", f"{type(why).__name__}: {why}".splitlines()[0][:300]
+                )
             raise
 
     def _trained(self, plan: Plan, trial: Trial) -> float:
@@ -94,12 +104,34 @@ class Worker:
         recipe, curve = plan.suggest(trial), list[dict[str, Any]]()
         trial.set_user_attr("recipe", recipe.values())
         training = Training(
-            Run(plan.task, recipe, plan.seed, plan.budget, plan.size, plan.label, stop=False), self.data, self.device
+            Run(
+                plan.task,
+                recipe,
+                plan.seed,
+                plan.budget,
+                plan.size,
+                plan.label,
+                stop=False,
+            ),
+            self.data,
+            self.device,
         )
         try:
             while training.state == "running":
                 line = training.advance()
-                curve.append({name: line[name] for name in ("step", "epoch", "seconds", "train_loss", "loss", "metric")})
+                curve.append(
+                    {
+                        name: line[name]
+                        for name in (
+                            "step",
+                            "epoch",
+                            "seconds",
+                            "train_loss",
+                            "loss",
+                            "metric",
+                        )
+                    }
+                )
                 if training.state == "diverged":
                     return _diverged(plan, trial)
                 trial.report(line["metric"], len(curve))
@@ -110,7 +142,13 @@ class Worker:
         finally:
             with suppress(optuna.exceptions.UpdateFinishedTrialError):
                 for name, value in (
-                    (*line["provenance"].items(), ("seconds", training.seconds), ("curve", curve)) if curve else ()
+                    (
+                        *line["provenance"].items(),
+                        ("seconds", training.seconds),
+                        ("curve", curve),
+                    )
+                    if curve
+                    else ()
                 ):
                     if name != "command":  # it may have the storage's password
                         trial.set_user_attr(name, value)
