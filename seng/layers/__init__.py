@@ -1,4 +1,6 @@
-"""Module kinds and their per-sample gradients; `factors`, `columns` and `arrange` are for kinds and layouts of your own."""
+"""Module kinds and their per-sample gradients; `factors`, `columns` and `arrange` are for kinds and
+layouts of your own.
+"""
 
 from seng.layers.kinds import arrange, columns, factors, kind_of, positions
 

@@ -1,21 +1,30 @@
-"""Columns of U that do not come from the training loss: from the output's Jacobian, or from labels drawn from the model.
+"""Columns of U that do not come from the training loss: from the output's Jacobian, or from labels
+drawn from the model.
 
-    gauss-newton   u = J_iᵀh for every column h of H_i^{1/2}:  M = (1/B) Σ_i J_iᵀH_iJ_i      (U = Jᵀ for squares, section 5.2)
-    sampled        u = J_iᵀs, s = ∇_f log p(y | f_i) with y drawn from the model:  E M = the same, the true Fisher matrix
+    gauss-newton   u = J_iᵀh for every column h of H_i^{1/2}:  M = (1/B) Σ_i J_iᵀH_iJ_i      (U = Jᵀ
+                                                                                             for squ
+                                                                                             ares,
+                                                                                             section
+                                                                                             5.2)
+    sampled        u = J_iᵀs, s = ∇_f log p(y | f_i) with y drawn from the model:  E M = the same,
+                                                                                   the true Fisher
+                                                                                   matrix
 
 H_i is the Hessian of one sample's loss at the output f_i, so it has to be known which loss that is:
 
     "squares"        ½‖f − y‖²: H = I                        (nn.MSELoss is 2/C of it)
-    "cross-entropy"  −log softmax(f)_y: H = diag(p) − ppᵀ, whose columns √p_c(e_c − p) need no factorization
+    "cross-entropy"  −log softmax(f)_y: H = diag(p) − ppᵀ, whose columns √p_c(e_c − p) need no
+                     factorization
     "bernoulli"      a binary cross-entropy for each output, added up: H = diag(p(1 − p))
 
-An output with positions, (B, …, C), or (B, C, h, w) for images, has the mean over them as its sample's loss. When the module
-has been called on a refresh step, its output is sent backward once for every column, and what the layers capture then is U.
-The training backward is not captured.
+An output with positions, (B, …, C), or (B, C, h, w) for images, has the mean over them as its
+sample's loss. When the module has been called on a refresh step, its output is sent backward once
+for every column, and what the layers capture then is U. The training backward is not captured.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -35,28 +44,32 @@ MOST = 1024  # backwards of one refresh
 def seeds(
     out: Tensor, fisher: Fisher, loss: Loss, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """What to send backward from the output f, one after the other: columns of H^{1/2}, or one draw."""
-    f = (
-        out.detach().movedim(1, -1)
-        if out.dim() > 3
-        else out.detach()[:, None]
-        if out.dim() == 1
-        else out.detach()
+    """What to send backward from the output f, one after the other: columns of H^{1/2}, or one
+    draw.
+    """
+    f = out.detach()
+    if f.dim() > 3:
+        f = f.movedim(1, -1)
+    elif f.dim() == 1:
+        f = f[:, None]
+    p = f.to(wide(f.dtype))
+    if loss != "squares":  # whose H is I
+        p = p.softmax(-1) if loss == "cross-entropy" else p.sigmoid()
+    columns = (
+        _drawn(p, loss, generator)
+        if fisher == "sampled"
+        else _columns(p, loss)
     )
     positions = f[0, ..., 0].numel()
-    p = {
-        "squares": torch.ones_like,
-        "cross-entropy": lambda f: f.softmax(-1),
-        "bernoulli": torch.sigmoid,
-    }[loss](f.to(wide(f.dtype)))
-    columns = _drawn(p, loss, generator) if fisher == "sampled" else _columns(p, loss)
     for h in columns:
         h = (h / positions**0.5).to(f.dtype)
         yield h.movedim(-1, 1) if out.dim() > 3 else h.view(out.shape)
 
 
 def _columns(p: Tensor, loss: Loss) -> Iterator[Tensor]:
-    """√m·H^{1/2}, column by column: U divides by the number of its columns, which are m for every sample."""
+    """√m·H^{1/2}, column by column: U divides by the number of its columns, which are m for every
+    sample.
+    """
     flat = p.reshape(len(p), -1, p.shape[-1])  # (B, positions, C)
     positions, C = flat.shape[1:]
     m = positions * C
@@ -65,48 +78,55 @@ def _columns(p: Tensor, loss: Loss) -> Iterator[Tensor]:
             f"fisher='gauss-newton' sends the output backward once for each of its {m} numbers per sample, "
             f"which is more than {MOST}: use fisher='sampled'"
         )
-    for t in range(positions):
-        for c in range(C):
-            q, h = flat[:, t], torch.zeros_like(flat)  # (B, C)
-            h[:, t, c] = 1 if loss != "bernoulli" else (q[:, c] * (1 - q[:, c])).sqrt()
-            if loss == "cross-entropy":
-                h[:, t] = (h[:, t] - q) * q[:, c : c + 1].sqrt()
-            yield m**0.5 * h.view_as(p)
+    for t, c in itertools.product(range(positions), range(C)):
+        h, q = (
+            torch.zeros_like(flat),
+            flat[:, t],
+        )  # (B, positions, C) and (B, C)
+        h[:, t, c] = (
+            1 if loss != "bernoulli" else (q[:, c] * (1 - q[:, c])).sqrt()
+        )
+        if loss == "cross-entropy":
+            h[:, t] = (h[:, t] - q) * q[:, c, None].sqrt()
+        yield m**0.5 * h.view_as(p)
 
 
-def _drawn(p: Tensor, loss: Loss, generator: torch.Generator) -> Iterator[Tensor]:
+def _drawn(
+    p: Tensor, loss: Loss, generator: torch.Generator
+) -> Iterator[Tensor]:
     """∇_f of the loss with labels that the model itself gives."""
     if loss == "squares":
-        yield torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+        yield torch.randn(
+            p.shape, generator=generator, device=p.device, dtype=p.dtype
+        )
     elif loss == "bernoulli":
         yield p - torch.bernoulli(p, generator=generator)
     else:
-        y = torch.multinomial(p.flatten(0, -2), 1, generator=generator).view(
-            *p.shape[:-1], 1
-        )
-        yield p.scatter_add(-1, y, torch.full_like(p[..., :1], -1))
+        y = torch.multinomial(p.flatten(0, -2), 1, generator=generator)
+        y = y.view(*p.shape[:-1], 1)
+        yield p.scatter_add(-1, y, -torch.ones_like(p[..., :1]))
 
 
 def output_of(out: Any) -> Tensor:
     """The tensor that a module returned, or its logits."""
-    found = out if isinstance(out, Tensor) else getattr(out, "logits", None)
-    if (
-        not isinstance(found, Tensor)
-        or found.dim() == 0
-        or not found.is_floating_point()
-    ):
+    f = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    if not isinstance(f, Tensor) or not f.dim() or not f.is_floating_point():
         raise TypeError(
             "fisher='gauss-newton' and 'sampled' start from the module's output, which has to be one tensor with the sample "
             f"as dimension 0, or have one as .logits; here it is {type(out).__name__}: use fisher='empirical'"
         )
-    return found
+    return f
 
 
 class Observer:
-    """A forward hook on the whole module, which hands over its output; in a copy of the module it does nothing."""
+    """A forward hook on the whole module, which hands over its output; in a copy of the module it
+    does nothing.
+    """
 
     def __init__(
-        self, module: nn.Module, observe: weakref.WeakMethod[Callable[[Any], None]]
+        self,
+        module: nn.Module,
+        observe: weakref.WeakMethod[Callable[[Any], None]],
     ) -> None:
         self.observe = observe
         handle: RemovableHandle = module.register_forward_hook(self)
@@ -115,12 +135,9 @@ class Observer:
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
         observe = self.observe()
-        if (
-            observe is not None
-            and torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and not transformed()
-        ):
+        if observe is None or not torch.is_grad_enabled():
+            return
+        if not (torch.compiler.is_compiling() or transformed()):
             observe(out)
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:

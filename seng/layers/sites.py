@@ -1,31 +1,25 @@
-"""Where a block lives: the layers that share parameters, and how those parameters lie side by side as one (h, n_G, n_A).
+"""Where a block lives: the layers that share parameters, and how those parameters lie side by side
+as one (h, n_G, n_A).
 
-Weight and bias of a layer are one matrix: the bias is one more column, and a row of ones is appended to Â. Layers that share a
-parameter are one site; each of them fills its own columns and leaves the others' at zero.
+Weight and bias of a layer are one matrix: the bias is one more column, and a row of ones is
+appended to Â. Layers that share a parameter are one site; each of them fills its own columns and
+leaves the others' at zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from seng.distributed.sharded import (
-    Sharded,
-    from_parts,
-    holders,
-    is_sharded,
-    like,
-    local,
-)
 from seng.layers import norms as norms  # registers its kinds
-from seng.layers.kinds import ARRANGEMENTS, Kind, kind_of
-from seng.linalg.implicit import Implicit
-from seng.linalg.lookup import Lookup
-from seng.linalg.operators import HALF, Explicit, Operator, Shape, wide
+from seng.layers.dtensors import is_sharded, like, local
+from seng.layers.kinds import ARRANGEMENTS, ROWS, Kind, kind_of
+from seng.linalg.operators import Operator, Shape
+
+Tensors = Mapping[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,19 +29,16 @@ class Member:
     name: str
     module: nn.Module
     kind: Kind
-    params: frozenset[nn.Parameter] = (
-        frozenset()
-    )  # its own, as they were when the optimizer was built
+    params: frozenset[nn.Parameter] = frozenset()  # as they were at the survey
 
     def holds(self, param: nn.Parameter, name: str) -> bool:
-        """Whether the parameter is its own by that name; FSDP2 puts another in its place while a backward runs."""
+        """Whether the parameter is its own by that name.
+
+        FSDP2 puts another tensor in a spread parameter's place while a backward runs.
+        """
         if is_sharded(param):
             return param in self.params and name in self.module._parameters
         return getattr(self.module, name, None) is param
-
-    def matrix(self, param: str, tensor: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as (h, n_G, width)."""
-        return self.kind.layout[0](self.module, param, tensor)
 
     def sample_first(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output (or its gradient) with the sample as dimension 0."""
@@ -56,7 +47,7 @@ class Member:
             return how(a), how(g)
         if a.dim() <= self.kind.features(
             self.module
-        ):  # one sample, without a dimension for it
+        ):  # one sample, not a batch of one
             return a[None], g[None]
         return a, g
 
@@ -69,15 +60,25 @@ class Segment:
     owner: Member
     name: str
     shape: Shape  # (h, n_G, width)
+    in_order: bool = False  # whether its numbers lie as the matrix's rows do
 
     @property
     def used(self) -> Tensor:
-        """What the layer uses in its place at the moment: FSDP2 has it whole while a backward runs."""
-        return (
-            getattr(self.owner.module, self.name, self.param)
-            if is_sharded(self.param)
-            else self.param
-        )
+        """What the layer uses in its place now: FSDP2 has it whole while a backward runs."""
+        if not is_sharded(self.param):
+            return self.param
+        return getattr(self.owner.module, self.name, self.param)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as (h, n_G, width)."""
+        return self.owner.kind.layout[0](self.owner.module, self.name, tensor)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """And back."""
+        return self.owner.kind.layout[1](self.owner.module, self.name, rows)
+
+
+Segments = tuple[Segment, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,69 +86,61 @@ class Site:
     """One block's layers and parameters."""
 
     members: tuple[Member, ...]
-    segments: tuple[Segment, ...]
+    segments: Segments
+    lead: nn.Parameter = field(
+        init=False
+    )  # the weight, whose group gives the damping
+    sharded: bool = field(
+        init=False
+    )  # whether its parameters are spread over ranks
+    name: str = field(init=False)
+    factored: bool = field(init=False)  # whether one of its layers has factors
+    matrix: bool = field(
+        init=False
+    )  # whether all have: it is a matrix, or a stack
+    own_form: str | None = field(
+        init=False
+    )  # that a site without factors keeps
 
-    @property
-    def name(self) -> str:
-        return " + ".join(
-            member.name or type(member.module).__name__ for member in self.members
-        )
-
-    @property
-    def lead(self) -> nn.Parameter:
-        """The parameter whose group gives the damping: the weight."""
-        return self.segments[0].param
+    def __post_init__(self) -> None:
+        lead = self.segments[0].param
+        names = [m.name or type(m.module).__name__ for m in self.members]
+        has = [m.kind.factored for m in self.members]
+        table = any(isinstance(m.module, nn.Embedding) for m in self.members)
+        own = {
+            "lead": lead,
+            "sharded": is_sharded(lead),
+            "name": " + ".join(names),
+            "factored": any(has),
+            "matrix": all(has),
+            "own_form": None
+            if any(has)
+            else "lookup"
+            if table
+            else "explicit",
+        }
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision of its small matrices and of its directions."""
-        return torch.float64 if self.lead.dtype == torch.float64 else torch.float32
-
-    @property
-    def factored(self) -> bool:
-        return any(member.kind.factored for member in self.members)
-
-    @property
-    def matrix(self) -> bool:
-        """Whether every one of its layers has factors, so that it is one matrix with two sides, or a stack of them."""
-        return all(member.kind.factored for member in self.members)
-
-    @property
-    def own_form(self) -> Literal["explicit", "lookup"] | None:
-        """The form that a site without factors keeps."""
-        if self.factored:
-            return None
         return (
-            "lookup"
-            if any(isinstance(member.module, nn.Embedding) for member in self.members)
-            else "explicit"
+            torch.float64
+            if self.lead.dtype == torch.float64
+            else torch.float32
         )
 
-    def active(self) -> tuple[Segment, ...]:
+    def active(self) -> Segments:
         """The segments that are trained now."""
-        return tuple(
-            segment for segment in self.segments if segment.param.requires_grad
-        )
+        return tuple([s for s in self.segments if s.param.requires_grad])
 
-    @property
-    def sharded(self) -> bool:
-        """Whether its parameters are spread over ranks."""
-        return is_sharded(self.lead)
-
-    def in_use(self, grads: Mapping[nn.Parameter, Tensor]) -> bool:
-        """Whether a gradient has reached it; of a spread one, whether any rank's part of it has been reached."""
-        reached = any(
-            s.param in grads and bool(local(grads[s.param]).any())
-            for s in self.active()
-        )
-        if not self.sharded:
-            return reached
-        return any(
-            row[0]
-            for row in holders(self.lead).gathered(
-                [int(reached)], self.lead.device, "looking at gradients"
-            )
-        )
+    def in_use(self, grads: Tensors) -> bool:
+        """Whether a gradient has reached it; of a spread one, this rank's part of it."""
+        found = [
+            local(grads[s.param]) for s in self.active() if s.param in grads
+        ]
+        return any(bool(g.any()) for g in found)
 
     def damping(self, dampings: Mapping[nn.Parameter, float]) -> float:
         """Its parameters' one damping."""
@@ -158,122 +151,70 @@ class Site:
             )
         return values.pop()
 
-    def shape(self, active: tuple[Segment, ...]) -> Shape:
+    def shape(self, active: Segments) -> Shape:
         h, n_G, _ = active[0].shape
-        return h, n_G, sum(segment.shape[2] for segment in active)
+        return h, n_G, sum([segment.shape[2] for segment in active])
 
     def gather(
-        self,
-        active: tuple[Segment, ...],
-        tensors: Mapping[nn.Parameter, Tensor],
-        dtype: torch.dtype,
+        self, active: Segments, tensors: Tensors, dtype: torch.dtype
     ) -> Tensor:
-        """One tensor per parameter -> z (n,), or this rank's part of it; a missing one counts as zero."""
-        if self.sharded:
-            found = [
-                local(
-                    tensors[s.param]
-                    if s.param in tensors
-                    else torch.zeros_like(s.param)
-                )
-                for s in active
-            ]
-            return torch.cat([t.reshape(-1).to(dtype) for t in found])
-        parts = [
-            s.owner.matrix(s.name, tensors[s.param]).to(dtype)
-            if s.param in tensors
-            else torch.zeros(s.shape, dtype=dtype, device=s.param.device)
-            for s in active
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(-1)
+        """One tensor per parameter -> z (n,), or this rank's part of it; a missing one counts as
+        zero.
+        """
+        parts = []  # this happens at every step: few calls
+        for s in active:
+            t = (
+                tensors[s.param]
+                if s.param in tensors
+                else torch.zeros_like(s.param)
+            )
+            if self.sharded:
+                t = local(t).reshape(1, 1, -1)
+            else:
+                t = t.reshape(s.shape) if s.in_order else s.rows(t)
+            parts.append(t.to(dtype))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(
+            -1
+        )
 
     def scatter(
-        self, active: tuple[Segment, ...], d: Tensor
+        self, active: Segments, d: Tensor
     ) -> dict[nn.Parameter, Tensor]:
-        """d (n,) -> one tensor per parameter."""
-        if self.sharded:
-            pieces = d.split([local(s.param).numel() for s in active])
-            return {
-                s.param: like(t.view_as(local(s.param)), s.param)
-                for s, t in zip(active, pieces, strict=True)
-            }
-        return self._scattered(active, d)
+        """d (n,), or this rank's part of it -> one tensor per parameter."""
+        if not self.sharded:
+            return self.scatter_whole(active, d)
+        out, start = {}, 0
+        for s in active:
+            own = local(s.param)
+            piece = d[start : start + own.numel()]
+            out[s.param] = like(piece.view_as(own), s.param)
+            start += own.numel()
+        return out
 
-    def spread(self, active: tuple[Segment, ...], Y: Tensor) -> Sharded:
-        """A basis Y (k, n) of the whole -> this rank's part."""
-        found = [self._scattered(active, y) for y in Y]
-        parts = [torch.stack([one[s.param] for one in found], -1) for s in active]
-        return from_parts(parts, [s.param for s in active], Y.dtype)
-
-    def _scattered(
-        self, active: tuple[Segment, ...], d: Tensor
+    def scatter_whole(
+        self, active: Segments, d: Tensor
     ) -> dict[nn.Parameter, Tensor]:
-        parts = d.view(self.shape(active)).split([s.shape[2] for s in active], 2)
-        return {
-            s.param: s.owner.kind.layout[1](s.owner.module, s.name, part)
-            for s, part in zip(active, parts, strict=True)
-        }
+        """d (n,) -> one whole tensor per parameter, spread or not."""
+        h, n_G, _ = active[0].shape
+        D, out, start = d.view(h, n_G, -1), {}, 0
+        for s in active:
+            part = D[:, :, start : start + s.shape[2]]
+            out[s.param] = (
+                part.reshape(s.param.shape) if s.in_order else s.back(part)
+            )
+            start += s.shape[2]
+        return out
 
     def operator(
-        self, active: tuple[Segment, ...], member: Member, a: Tensor, g: Tensor
+        self, active: Segments, member: Member, a: Tensor, g: Tensor
     ) -> Operator:
         """U of one call of one layer, unscaled: its columns are the captured per-sample gradients."""
-        own = {s.param: s.name for s in active if member.holds(s.param, s.name)}
-        if (
-            not (member.kind.factored or member.kind.any_precision)
-            and a.is_floating_point()
-        ):
-            a, g = a.to(wide(a.dtype)), g.to(wide(g.dtype))
-        elif g.dtype in HALF and a.is_floating_point():
-            a = a.to(g.dtype)  # as the layer itself took it
-        if member.kind.unfolded_later is not None and [
-            own.get(s.param) for s in active
-        ] in (["weight"], ["weight", "bias"]):
-            later = member.kind.unfolded_later(member.module, a, g, len(active) - 1)
-            if later is not None:
-                return later
-        seen = member.kind.rule(member.module, a, g)
-        if isinstance(seen, Lookup):
-            widened = [
-                seen.G
-                if s.param in own
-                else seen.G.new_zeros(*seen.G.shape[:2], s.shape[2])
-                for s in active
-            ]
-            return Lookup(seen.tokens, torch.cat(widened, 2), seen.vocabulary)
-        if isinstance(
-            seen, Tensor
-        ):  # (ϱ, 2C): a weight and a bias of C numbers each, side by side
-            if [own.get(s.param) for s in active] == ["weight", "bias"]:
-                return Explicit(seen.T, self.shape(active))
-            seen = dict(zip(("weight", "bias"), seen.chunk(2, 1), strict=True))
-        if isinstance(seen, dict):
-            U = [
-                seen[own[s.param]].flatten(1)
-                if s.param in own
-                else g.new_zeros(g.shape[0], s.shape[2])
-                for s in active
-            ]
-            return Explicit(torch.cat(U, 1).T, self.shape(active))
-        h = self.segments[0].shape[0]
-        G, A = (x if x.dim() == 3 else x[..., None] for x in seen)
-        G, A = (
-            x.unflatten(1, (h, x.shape[1] // h)) for x in (G, A)
-        )  # (ϱ, h, n_G, κ), (ϱ, h, n_A, κ)
-        fill = {
-            "weight": lambda width: A,
-            "bias": lambda width: A.new_ones(*A.shape[:2], width, A.shape[3]),
-        }
-        rows = [
-            fill[own[s.param]](s.shape[2])
-            if s.param in own
-            else A.new_zeros(*A.shape[:2], s.shape[2], A.shape[3])
+        parts = [
+            (s.name if member.holds(s.param, s.name) else None, s.shape[2])
             for s in active
         ]
-        A = rows[0] if len(rows) == 1 else torch.cat(rows, 2)
-        return Implicit(
-            G.to(torch.promote_types(G.dtype, A.dtype)),
-            A.to(torch.promote_types(G.dtype, A.dtype)),
+        return member.kind.operator(
+            member.module, parts, self.shape(active), a, g
         )
 
 
@@ -285,92 +226,108 @@ def differs(count: int, samples: int) -> str:
     )
 
 
+Named = tuple[str, nn.Module]
+
+
 def survey(
     module: nn.Module, params: Iterable[nn.Parameter]
 ) -> tuple[list[Site], dict[str, str]]:
-    """The sites of a module, and for every other parameter of `params` inside it the reason why it has none."""
+    """The sites of a module, and for every other parameter of `params` in it the reason why it has
+    none.
+    """
     owned = set(params)
-    attention = {  # these run without calling their children's forward, so nothing can be captured there
+    inside = {  # an attention does not call its children's forward: nothing is captured there
         child: name
         for name, parent in module.named_modules()
         if isinstance(parent, nn.MultiheadAttention)
         for child in parent.modules()
         if child is not parent
     }
-    clusters: list[tuple[set[nn.Parameter], list[tuple[str, nn.Module]]]] = []
-    for name, layer in module.named_modules():
-        mine = {p for p in layer._parameters.values() if p is not None and p in owned}
-        if not mine:
-            continue
-        touching = [cluster for cluster in clusters if cluster[0] & mine]
-        clusters = [cluster for cluster in clusters if not cluster[0] & mine]
-        layers = [entry for _, entries in touching for entry in entries] + [
-            (name, layer)
-        ]
-        clusters.append((mine.union(*(shared for shared, _ in touching)), layers))
-
     sites: list[Site] = []
     reasons: dict[str, str] = {}
-    for shared, entries in clusters:
-        found = _site(shared, entries, attention)
-        if isinstance(found, Site):
-            sites.append(found)
-            continue
-        for name, layer in entries:
-            for key, p in layer._parameters.items():
-                if p is not None and p in owned:
-                    reasons[f"{name}.{key}" if name else key] = found
+    for shared, layers in _clusters(module, owned):
+        try:
+            members = [_member(*layer, layers, inside) for layer in layers]
+            sites.append(Site(tuple(members), _segments(members, shared)))
+        except NoSiteError as why:
+            for name, layer in layers:
+                own = layer.named_parameters(name, recurse=False)
+                reasons |= {key: str(why) for key, p in own if p in owned}
     return sites, reasons
 
 
-def _site(
-    shared: set[nn.Parameter],
-    entries: list[tuple[str, nn.Module]],
-    attention: Mapping[nn.Module, str],
-) -> Site | str:
-    members: list[Member] = []
-    for name, layer in entries:
-        kind = kind_of(layer)
-        if layer in attention:
-            kind = f"nn.MultiheadAttention '{attention[layer]}' does not call it as a module"
-        if isinstance(kind, str):
-            return (
-                kind
-                if len(entries) == 1
-                else f"{kind} (and they share a parameter: {', '.join(n for n, _ in entries)})"
-            )
-        members.append(
-            Member(
-                name,
-                layer,
-                kind,
-                frozenset(p for p in layer._parameters.values() if p is not None),
-            )
-        )
+class NoSiteError(Exception):
+    """Why layers are left to the plain gradient."""
 
-    segments: dict[nn.Parameter, Segment] = {}
+
+def _clusters(
+    module: nn.Module, owned: set[nn.Parameter]
+) -> list[tuple[set[nn.Parameter], list[Named]]]:
+    """Layers that share parameters, and these parameters."""
+    clusters: list[tuple[set[nn.Parameter], list[Named]]] = []
+    for name, layer in module.named_modules():
+        shared = owned.intersection(layer.parameters(recurse=False))
+        if not shared:
+            continue
+        touching = [cluster for cluster in clusters if cluster[0] & shared]
+        clusters = [cluster for cluster in clusters if not cluster[0] & shared]
+        layers = [layer for _, layers in touching for layer in layers]
+        params = shared.union(*(params for params, _ in touching))
+        clusters.append((params, [*layers, (name, layer)]))
+    return clusters
+
+
+def _member(
+    name: str,
+    layer: nn.Module,
+    layers: Sequence[Named],
+    inside: Mapping[nn.Module, str],
+) -> Member:
+    kind = kind_of(layer)
+    if layer in inside:
+        kind = f"nn.MultiheadAttention '{inside[layer]}' does not call it as a module"
+    if isinstance(kind, Kind):
+        return Member(
+            name, layer, kind, frozenset(layer.parameters(recurse=False))
+        )
+    if len(layers) > 1:
+        names = ", ".join(name for name, _ in layers)
+        kind = f"{kind} (and they share a parameter: {names})"
+    raise NoSiteError(kind)
+
+
+def _segments(
+    members: Sequence[Member], shared: set[nn.Parameter]
+) -> Segments:
+    """The parameters side by side, weights first."""
+    found: dict[nn.Parameter, Segment] = {}
     for member in members:
-        for key, p in member.module._parameters.items():
-            if p is None or p not in shared:
+        for key, p in member.module.named_parameters(recurse=False):
+            if p not in shared:
                 continue
             if p.is_complex():
-                return "complex parameters are not supported"
+                raise NoSiteError("complex parameters are not supported")
             if member.kind.factored and key not in ("weight", "bias"):
-                return (
+                raise NoSiteError(
                     f"a rule with factors knows a weight and a bias; '{key}' is neither"
                 )
-            rows = member.matrix(
-                key,
-                torch.empty(p.shape, device="meta") if is_sharded(p) else p.detach(),
+            layout = member.kind.layout[0]
+            rows = layout(
+                member.module, key, torch.empty(p.shape, device="meta")
             )
-            shape = (rows.shape[0], rows.shape[1], rows.shape[2])
-            segment = segments.setdefault(p, Segment(p, member, key, shape))
-            first = next(iter(segments.values())).shape
-            if segment.shape != shape or shape[:2] != first[:2]:
-                return "it shares a parameter with a layer that lays it out differently"
-    if len({is_sharded(p) for p in segments}) > 1:
-        return "some of its parameters are spread over ranks and others are not"
-    weights_first = sorted(
-        segments.values(), key=lambda segment: segment.name != "weight"
-    )
-    return Site(tuple(members), tuple(weights_first))
+            shape = (len(rows), *rows.shape[1:])
+            segment = Segment(p, member, key, shape, layout in ROWS)
+            known = found.setdefault(p, segment)
+            first = next(iter(found.values()))
+            if (
+                known.shape != segment.shape
+                or first.shape[:2] != segment.shape[:2]
+            ):
+                raise NoSiteError(
+                    "it shares a parameter with a layer that lays it out differently"
+                )
+    if len({is_sharded(p) for p in found}) > 1:
+        raise NoSiteError(
+            "some of its parameters are spread over ranks and others are not"
+        )
+    return tuple(sorted(found.values(), key=lambda s: s.name != "weight"))

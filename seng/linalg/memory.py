@@ -1,0 +1,46 @@
+"""How much memory a device has free, and bytes in words: what budgets are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def memory_budget(memory: int | float | None, module: nn.Module) -> int | None:
+    """A limit in bytes; a fraction is of what is free now where the parameters are."""
+    if memory is None or isinstance(memory, int):
+        return memory
+    return int(memory * free_memory(next(module.parameters()).device))
+
+
+def free_memory(device: torch.device) -> int:
+    """The number of bytes that can still be allocated on this device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device)
+        return free + cached - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        entry = next(line for line in lines if line.startswith("MemAvailable"))
+        free = int(entry.split()[1]) * 1024
+    except (OSError, StopIteration):
+        free = 4 * 2**30  # a system that does not say
+    try:  # a container may have less
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+        return free if limit == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
+
+
+def size_of(count: float) -> str:
+    """A number of bytes in words, such as "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return (
+                f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            )
+        count /= 1024
+    raise AssertionError
