@@ -1,14 +1,18 @@
-"""Triton kernels: four for the step between refreshes of all blocks at once, one for norms, two for the orthogonal step.
+"""Triton kernels: four for the steps between refreshes, one for norms, two for the orthogonal step.
 
     d = g − Yᵀ(C(Yg))                            (eqs. 8, 12)
     d ← ±d + wθ,   m ← μm + d,   θ ← θ − η·(m, or d + μm by Nesterov)
 
-A block's flat index i = r·n_A + a is cut into tiles of TILE numbers. `dots` leaves Yg of each tile, `sums` adds up to SPAN
-tiles, `core` gives b = C(Yg), and `finish` ends with d or with the new θ. Sums are taken in a fixed order, in float32.
-`seng.gpu.grouped` makes their tables and launches them; `standardized` belongs to `seng.layers.norms`; `push` and `pull` are
-what the orthogonal step does before and after its products.
+A block's flat index i = r·n_A + a is cut into tiles of TILE numbers. `dots` leaves Yg of each tile,
+`sums` adds up to SPAN tiles, `core` gives b = C(Yg), and `finish` ends with d or with the new θ.
+Sums are taken in a fixed order, in float32. `seng.gpu.grouped` makes their tables and launches
+them.
+
+`standardized` sums up the per-sample gradients of a norm; `push` and `pull` are what the orthogonal
+step does before and after its products.
 """
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
 
@@ -24,11 +28,9 @@ try:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 except ImportError:
-    triton = None
+    triton = tl = None
 jit: Callable[[Any], Any] = getattr(triton, "jit", lambda kernel: kernel)
-jit_any_n: Callable[[Any], Any] = (
-    triton.jit(do_not_specialize=["n"]) if triton is not None else jit
-)
+jit_any_n = jit if triton is None else triton.jit(do_not_specialize=["n"])
 
 
 class Work(NamedTuple):
@@ -41,20 +43,20 @@ class Work(NamedTuple):
 
 
 MANY = 64  # rows of Y from which a block is worked on as a tall one
-WORK = {
-    False: Work(1024, 8, 64, 4),
-    True: Work(512, 8, 32, 2),
-}  # of blocks with few rows, and of tall ones
+# Of blocks with few rows, and of tall ones:
+WORK = {False: Work(1024, 8, 64, 4), True: Work(512, 8, 32, 2)}
 SPAN = 256  # tiles that one program of `sums` adds
 COLUMNS = 32  # columns of `sums` and rows of `core` for one program
+COMPILER = os.environ.get("CC") or which("gcc") or which("clang")
 AVAILABLE = triton is not None and bool(
-    os.environ.get("CC") or which("gcc") or which("clang")
-)  # it builds launchers in C
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    COMPILER
+)  # Triton builds launchers in C
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+# What the kernels call them:
 TYPES = {
-    dtype: getattr(tl, name) if triton is not None else name
-    for dtype, name in NAMES.items()
-}  # what the kernels call them
+    dtype: getattr(tl, str(dtype).removeprefix("torch."), dtype)
+    for dtype in DTYPES
+}
 
 
 @jit
@@ -64,7 +66,9 @@ def _int(address):
 
 @jit
 def _place(row, i):
-    """Which piece number i lies in, and its offset there: a = (a₀·s₁ + a₁)·s₂ + a₂ by the strides t of the parameter."""
+    """Which piece number i lies in, and its offset there: a = (a₀·s₁ + a₁)·s₂ + a₂ by the strides t
+    of the parameter.
+    """
     second, offset = i < 0, i
     if tl.load(row + 6) > 0:  # not simply one parameter in the order of memory
         width = _int(row + 8)
@@ -96,7 +100,9 @@ def _either(second, table, first, other):
 def _pointers(addresses, row, second, offset, TYPE: tl.constexpr):
     """Where each number lies of the two parameters whose first addresses are in the table."""
     p = tl.load(row + 16)
-    return _either(second, addresses, p, p + 1).to(tl.pointer_type(TYPE)) + offset
+    return (
+        _either(second, addresses, p, p + 1).to(tl.pointer_type(TYPE)) + offset
+    )
 
 
 @jit
@@ -113,7 +119,9 @@ def _products(Y, n, first, k, i, g, out, SLAB: tl.constexpr):
     for start in range(first, k, SLAB):
         j = start + tl.arange(0, SLAB)
         tl.store(
-            out + j, tl.sum(_entries(Y, j, i, k, n, n) * g[None, :], axis=1), mask=j < k
+            out + j,
+            tl.sum(_entries(Y, j, i, k, n, n) * g[None, :], axis=1),
+            mask=j < k,
         )
 
 
@@ -123,7 +131,8 @@ def _combination(Y, n, k, i, b, SLAB: tl.constexpr, TILE: tl.constexpr):
     for start in range(0, k, SLAB):
         j = start + tl.arange(0, SLAB)
         total += tl.sum(
-            _entries(Y, j, i, k, n, n) * tl.load(b + j, mask=j < k, other=0)[:, None],
+            _entries(Y, j, i, k, n, n)
+            * tl.load(b + j, mask=j < k, other=0)[:, None],
             axis=0,
         )
     return total
@@ -131,14 +140,25 @@ def _combination(Y, n, k, i, b, SLAB: tl.constexpr, TILE: tl.constexpr):
 
 @jit
 def dots(
-    tiles, blocks, gradients, partial,
-    ROWS: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr, Y_TYPE: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    blocks,
+    gradients,
+    partial,
+    ROWS: tl.constexpr,
+    SLAB: tl.constexpr,
+    TILE: tl.constexpr,
+    Y_TYPE: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     """partial[tile, j] = Σ_i Y[j, i]·g[i], for ROWS of the j."""
     tile = tiles + 3 * tl.program_id(0)
     row = blocks + 20 * tl.load(tile)
     first = tl.program_id(1) * ROWS
-    n, k, Y = tl.load(row + 3), tl.minimum(_int(row + 4), first + ROWS), tl.load(row)
+    n, k, Y = (
+        tl.load(row + 3),
+        tl.minimum(_int(row + 4), first + ROWS),
+        tl.load(row),
+    )
     if first >= k:
         return
     i = _int(tile + 1) * TILE + tl.arange(0, TILE)
@@ -147,7 +167,8 @@ def dots(
         _pointers(gradients, row, second, offset, TYPE), mask=i < n, other=0
     ).to(tl.float32)
     out = partial + tl.load(tile + 2)
-    # Where rows are aligned the compiler is told, and loads 16 bytes at a time; else every number needs its own address.
+    # Where rows are aligned the compiler is told, and loads 16 bytes at a time; else every number
+    # needs its own address.
     if tl.load(row + 5) > 0:
         _products(
             tl.multiple_of(Y.to(tl.pointer_type(Y_TYPE)), 16),
@@ -177,7 +198,8 @@ def sums(spans, partial, sums, COLUMNS: tl.constexpr):
     total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, count, 64):
         total += tl.sum(
-            _entries(source, start + tl.arange(0, 64), j, count, width, k), axis=0
+            _entries(source, start + tl.arange(0, 64), j, count, width, k),
+            axis=0,
         )
     tl.store(sums + tl.load(span + 4) + j, total, mask=j < width)
 
@@ -196,53 +218,53 @@ def core(slices, blocks, sums, b, COLUMNS: tl.constexpr):
         c = tl.zeros((64,), tl.float32)
         for first in range(0, spans, 16):
             c += tl.sum(
-                _entries(source, first + tl.arange(0, 16), j, spans, k, k), axis=0
+                _entries(source, first + tl.arange(0, 16), j, spans, k, k),
+                axis=0,
             )
         total += tl.sum(_entries(C, out, j, k, k, k) * c[None, :], axis=1)
     tl.store(b + tl.load(row + 19) + out, total, mask=out < k)
 
 
 @jit
+def _failed(b, k):
+    """Whether one of the k numbers of b is not finite."""
+    wrong = tl.zeros((64,), tl.int32)
+    for start in range(0, k, 64):
+        j = start + tl.arange(0, 64)
+        size = tl.abs(tl.load(b + j, mask=j < k, other=0))
+        wrong += tl.where(size < float("inf"), 0, 1)
+    return tl.sum(wrong, axis=0) > 0
+
+
+@jit
 def finish(
-    tiles, blocks, gradients, b, targets, buffers, groups, hyper, SGD: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr,
+    tiles, blocks, gradients, b, targets, buffers, groups, hyper,
+    SGD: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr,
     Y_TYPE: tl.constexpr, TYPE: tl.constexpr, BUFFER_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """d = g − Yᵀb, or g where b is not finite; into the targets, or with SGD as the step of the weights that they are."""
+    """d = g − Yᵀb, or g where b is not finite; into the targets, or with SGD as the step of the
+    weights that they are.
+    """
     tile = tiles + 3 * tl.program_id(0)
     row = blocks + 20 * tl.load(tile)
     n, k, Y = tl.load(row + 3), _int(row + 4), tl.load(row)
     i = _int(tile + 1) * TILE + tl.arange(0, TILE)
     inside = i < n
     second, offset = _place(row, i)
-    g = tl.load(
-        _pointers(gradients, row, second, offset, TYPE), mask=inside, other=0
-    ).to(tl.float32)
-
+    source = _pointers(gradients, row, second, offset, TYPE)
+    g = tl.load(source, mask=inside, other=0).to(tl.float32)
     b += tl.load(row + 19)
-    wrong = tl.zeros((64,), tl.int32)
-    for start in range(0, k, 64):
-        j = start + tl.arange(0, 64)
-        wrong += tl.where(
-            tl.abs(tl.load(b + j, mask=j < k, other=0)) < float("inf"), 0, 1
-        )
-    failed = tl.sum(wrong, axis=0) > 0
+    failed = _failed(b, k)
     if failed & (tl.load(tile + 1) == 0):
-        tl.atomic_add(
-            tl.load(row + 2).to(tl.pointer_type(tl.int64)), tl.full((), 1, tl.int64)
-        )
+        count = tl.load(row + 2).to(tl.pointer_type(tl.int64))
+        tl.atomic_add(count, tl.full((), 1, tl.int64))
     k = tl.where(failed, 0, k)
+    Y = Y.to(tl.pointer_type(Y_TYPE))
     if tl.load(row + 5) > 0:
-        d = g - _combination(
-            tl.multiple_of(Y.to(tl.pointer_type(Y_TYPE)), 16),
-            n // 8 * 8,
-            k,
-            i,
-            b,
-            SLAB,
-            TILE,
-        )
+        Y = tl.multiple_of(Y, 16)
+        d = g - _combination(Y, n // 8 * 8, k, i, b, SLAB, TILE)
     else:
-        d = g - _combination(Y.to(tl.pointer_type(Y_TYPE)), n, k, i, b, 2, TILE)
+        d = g - _combination(Y, n, k, i, b, 2, TILE)
 
     target = _pointers(targets, row, second, offset, TYPE)
     if SGD:
@@ -252,25 +274,37 @@ def finish(
         buffer = _pointers(buffers, row, second, offset, BUFFER_TYPE)
         kept = inside & (momentum != 0)
         weight = tl.load(target, mask=inside, other=0).to(tl.float32)
-        d = (
-            _either(second, hyper + 4, first, other) * d
-            + _either(second, hyper + 2, first, other) * weight
-        )
+        decay = _either(second, hyper + 2, first, other)
+        d = _either(second, hyper + 4, first, other) * d + decay * weight
         m = momentum * tl.load(buffer, mask=kept, other=0).to(tl.float32) + d
         tl.store(buffer, m.to(BUFFER_TYPE), mask=kept)
-        step = tl.where(
-            _either(second, hyper + 3, first, other) > 0, d + momentum * m, m
-        )
+        nesterov = _either(second, hyper + 3, first, other) > 0
+        step = tl.where(nesterov, d + momentum * m, m)
         d = weight - _either(second, hyper, first, other) * step
     tl.store(target, d.to(TYPE), mask=inside)
 
 
 @jit
 def standardized(
-    a, g, mean, inverse, out, C, positions, a_sample, a_channel, a_position, g_sample, g_channel, g_position,
-    POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Σ g·(a − mean)·inverse and, C further on, Σ g over the positions, for one sample and some channels."""
+    a,
+    g,
+    mean,
+    inverse,
+    out,
+    C,
+    positions,
+    a_sample,
+    a_channel,
+    a_position,
+    g_sample,
+    g_channel,
+    g_position,
+    POSITIONS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Σ g·(a − mean)·inverse and, C further on, Σ g over the positions, for one sample and some
+    channels.
+    """
     sample = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mu, by = (
@@ -279,12 +313,19 @@ def standardized(
     )
     a += sample * a_sample + c[None, :] * a_channel
     g += sample * g_sample + c[None, :] * g_channel
-    weight, bias = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+    weight, bias = (
+        tl.zeros((CHANNELS,), tl.float32),
+        tl.zeros((CHANNELS,), tl.float32),
+    )
     for start in range(0, positions, POSITIONS):
         p = start + tl.arange(0, POSITIONS)
         inside = (p < positions)[:, None] & (c < C)[None, :]
-        x = tl.load(a + p[:, None] * a_position, mask=inside, other=0).to(tl.float32)
-        y = tl.load(g + p[:, None] * g_position, mask=inside, other=0).to(tl.float32)
+        x = tl.load(a + p[:, None] * a_position, mask=inside, other=0).to(
+            tl.float32
+        )
+        y = tl.load(g + p[:, None] * g_position, mask=inside, other=0).to(
+            tl.float32
+        )
         weight += tl.sum(y * (x - mu[None, :]) * by[None, :], axis=0)
         bias += tl.sum(y, axis=0)
     out += sample * 2 * C + c
@@ -304,8 +345,19 @@ def _spot(i, rows, width, matrix, row, column):
 
 @jit_any_n
 def _push(
-    x, b, room, momentum, n, rows, width, matrix, row, column, NESTEROV: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+    x,
+    b,
+    room,
+    momentum,
+    n,
+    rows,
+    width,
+    matrix,
+    row,
+    column,
+    NESTEROV: tl.constexpr,
+    TILE: tl.constexpr,
+):
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = i < n
     mu, g = tl.load(momentum), tl.load(x + i, mask=inside, other=0)
@@ -321,15 +373,33 @@ def _push(
 
 @jit_any_n
 def _pull(
-    p, room, length, root, least, lr, decay, n, rows, width, matrix, row, column, each, down, across, TILE: tl.constexpr
-):  # fmt: skip
+    p,
+    room,
+    length,
+    root,
+    least,
+    lr,
+    decay,
+    n,
+    rows,
+    width,
+    matrix,
+    row,
+    column,
+    each,
+    down,
+    across,
+    TILE: tl.constexpr,
+):
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = i < n
     q = tl.load(
         room + _spot(i, rows, width, matrix, row, column), mask=inside, other=0
     ).to(tl.float32)
     size = tl.load(
-        length + _spot(i, rows, width, each, down, across), mask=inside, other=1
+        length + _spot(i, rows, width, each, down, across),
+        mask=inside,
+        other=1,
     )
     eta = tl.load(lr)
     kept = (1 - eta * tl.load(decay)) * tl.load(p + i, mask=inside, other=0)
@@ -348,39 +418,38 @@ def push(
     nesterov: bool,
     dry: bool = False,
 ) -> None:
-    """b ← μb + x, and b, or x + μb, into its room (h, rows, columns), as x lies in memory; a dry one does nothing."""
+    """b ← μb + x, and b, or x + μb, into its room (h, rows, columns), as x lies in memory.
+
+    A dry one does nothing but compile the kernel.
+    """
     n = 0 if dry else x.numel()
-    grid = (max(1, triton.cdiv(n, PIECE)),)
-    _push[grid](
-        x,
-        b,
-        room,
-        momentum,
-        n,
-        *room.shape[1:],
-        *room.stride(),
-        NESTEROV=nesterov,
-        TILE=PIECE,
+    places = *room.shape[1:], *room.stride()
+    _push[_programs(n)](
+        x, b, room, momentum, n, *places, NESTEROV=nesterov, TILE=PIECE
     )
 
 
 def pull(
-    p: Tensor, room: Tensor, length: Tensor, root: float, least: float, lr: Tensor, decay: Tensor, dry: bool = False
-) -> None:  # fmt: skip
-    """θ ← (1 − lr·decay)·θ − lr·root·q/max(length, least), of q in rooms as `push` has them, each with its length."""
+    p: Tensor,
+    room: Tensor,
+    length: Tensor,
+    root: float,
+    least: float,
+    lr: Tensor,
+    decay: Tensor,
+    dry: bool = False,
+) -> None:
+    """θ ← (1 − lr·decay)·θ − lr·root·q/max(length, least).
+
+    q lies in rooms as `push` fills them, and each number of it has its length.
+    """
     n = 0 if dry else p.numel()
-    grid = (max(1, triton.cdiv(n, PIECE)),)
-    strides = *room.stride(), *length.stride()
-    _pull[grid](
-        p,
-        room,
-        length,
-        root,
-        least,
-        lr,
-        decay,
-        n,
-        *room.shape[1:],
-        *strides,
-        TILE=PIECE,
+    places = *room.shape[1:], *room.stride(), *length.stride()
+    _pull[_programs(n)](
+        p, room, length, root, least, lr, decay, n, *places, TILE=PIECE
     )
+
+
+def _programs(n: int) -> tuple[int]:
+    """How many programs `push` or `pull` needs: at least one, which compiles it."""
+    return (max(1, -(-n // PIECE)),)

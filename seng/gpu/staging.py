@@ -1,68 +1,72 @@
 """Small tables on their way to a device that is never waited for.
 
-Copies from ordinary memory make the host wait, and so does asking for page-locked memory: so a few page-locked buffers are kept
-and used in turn, each when its last copy has gone through.
+Copies from ordinary memory make the host wait, and so does asking for page-locked memory: so a few
+page-locked buffers are kept and used in turn, each when its last copy has gone through.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
-SLOTS = 32
+SLOTS = 32  # buffers of a device, which are used in turn
+LEAST = 2**14  # bytes of a buffer
 
 
 class _Slot:
+    """A page-locked buffer, and the event that says that its last copy has gone through."""
+
     def __init__(self) -> None:
-        self.buffer = torch.empty(
-            2**14, dtype=torch.uint8, device="cpu", pin_memory=True
-        )
+        self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.gone = torch.cuda.Event()
 
-    def send(self, numbers: Tensor, device: torch.device, to: Tensor | None) -> Tensor:
+    def send(
+        self, numbers: Tensor, device: torch.device, to: Tensor | None
+    ) -> Tensor:
         self.gone.synchronize()
-        size = numbers.numel() * numbers.element_size()
+        size = numbers.nbytes
         if size > self.buffer.numel():
             self.buffer = torch.empty(
-                2 ** size.bit_length(), dtype=torch.uint8, device="cpu", pin_memory=True
+                max(LEAST, 2 ** size.bit_length()),
+                dtype=torch.uint8,
+                device="cpu",
+                pin_memory=True,
             )
-        staged = (
-            self.buffer[:size].view(numbers.dtype).view(numbers.shape).copy_(numbers)
-        )
-        fits = to is not None and to.shape == staged.shape
-        out = (
-            to.copy_(staged, non_blocking=True)
-            if to is not None and fits
-            else staged.to(device, non_blocking=True)
-        )
+        flat = self.buffer[:size].view(numbers.dtype)
+        staged = flat.view(numbers.shape)
+        staged.copy_(numbers)
+        if to is None or to.shape != staged.shape:
+            to = torch.empty_like(staged, device=device)
+        to.copy_(staged, non_blocking=True)
         self.gone.record(torch.cuda.current_stream(device))
-        return out
+        return to
 
 
-_SLOTS: defaultdict[torch.device, list[_Slot]] = defaultdict(list)
-_turn = 0
+_SLOTS: defaultdict[torch.device, Iterator[_Slot]] = defaultdict(
+    lambda: cycle([_Slot() for _ in range(SLOTS)])
+)
 
 
-def send(numbers: Tensor, device: torch.device, to: Tensor | None = None) -> Tensor:
+def send(
+    numbers: Tensor, device: torch.device, to: Tensor | None = None
+) -> Tensor:
     """`numbers` of the host on `device`, in the tensor `to` if it has room for them."""
     if device.type != "cuda":
         return numbers.to(device)
-    global _turn
-    _turn = (_turn + 1) % SLOTS
-    slots = _SLOTS[device]
-    while len(slots) <= _turn:
-        slots.append(_Slot())
-    return slots[_turn].send(numbers.contiguous(), device, to)
+    return next(_SLOTS[device]).send(numbers.contiguous(), device, to)
 
 
 def read(numbers: Sequence[Tensor]) -> list[list[int]]:
-    """Several rows of integers from the device, in one look; a look each where they are on several."""
-    if len({n.device for n in numbers}) > 1:
-        return [n.tolist() for n in numbers]
-    flat = torch.cat([n.long() for n in numbers]).tolist() if numbers else []
-    ends = accumulate(len(n) for n in numbers)
-    return [flat[end - len(n) : end] for n, end in zip(numbers, ends, strict=True)]
+    """Several rows of integers, in one look at each device."""
+    out: dict[int, list[int]] = {}
+    for device in {n.device for n in numbers}:
+        places = [i for i, n in enumerate(numbers) if n.device == device]
+        lengths = [len(numbers[i]) for i in places]
+        seen = torch.cat([numbers[i].long() for i in places]).cpu()
+        rows = [row.tolist() for row in seen.split(lengths)]
+        out |= zip(places, rows, strict=True)
+    return [out[i] for i in range(len(numbers))]

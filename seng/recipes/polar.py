@@ -1,69 +1,75 @@
-"""The matrices of the orthogonal step: of each layer's momentum x = UΣVᵀ its polar factor Q ≈ UVᵀ, and the weights' move.
+"""The matrices of the orthogonal step: the polar factor Q ≈ UVᵀ of each layer's momentum X = UΣVᵀ.
 
     b ← μb + x,   X = b, or x + μb by Nesterov,   θ ← keep·θ − lr·RMS·√m·q/‖q‖
 
-for each of the n columns q of a matrix (m, n), or rows where those are more. Along its shorter side Q has lines of one length
-as it is; making them equal along the longer one as well keeps inputs, or neurons, from being left behind. Columns of a single
-number stay as they are: equal ones would be signs.
+for each of the n columns q of a matrix Q (m, n), or rows where those are more. Along its shorter
+side the lines of Q have one length as they are. Making them equal along the longer one as well
+keeps inputs, or neurons, from being left behind. Columns of a single number stay as they are: equal
+ones would be signs.
 
-Weight and bias of a layer are one matrix, as everywhere in SENG, but a weight that is three times as tall as wide is three:
-that is how queries, keys and values lie in one layer, which have little to do with each other.
+Weight and bias of a layer are one matrix, as everywhere in SENG. A weight that is three times as
+tall as wide is three matrices: that is how queries, keys and values lie in one layer.
 
-A GPU spends its time on launches rather than on numbers: so matrices of several sizes are filled up with zeros, which stay 0,
-to one size, and are worked out at once; and in a recording two kernels do all that passes over gradients and weights.
+A GPU spends its time on launches rather than on numbers. So matrices of several sizes are filled up
+with zeros, which stay 0, to one size, and are worked out at once. In a recording two kernels do all
+that passes over gradients and weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from seng.gpu import kernels
-from seng.layers.kinds import ROWS
 from seng.layers.sites import Segment, Site
 from seng.linalg.operators import HALF, Shape
 
-RMS = (
-    1 / 30
-)  # of a step, per unit of lr: so that lr is about what it is for SGD on networks with norms
-STEPS = 3, 2  # before S comes from Y again: after four, bfloat16 has lost some matrices
-QUINTIC = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # Jordan et al.: singular values between 0.7 and 1.2 after five steps, from 1e-3 up
+# Root mean square of a step per unit of lr: lr is then about what it is for SGD on networks with
+# norms.
+RMS = 1 / 30
+STEPS = (
+    3,
+    2,
+)  # before S comes from Y again: after four, bfloat16 has lost some matrices
+# Jordan et al.: five steps take singular values from 1e-3 up to between 0.7 and 1.2.
+QUINTIC = 3.4445, -4.7750, 2.0315
 QKV = 3
-GRAIN = 8  # numbers of bfloat16 in what tensor cores read at once: products of odd sizes are slow
+GRAIN = (
+    8  # numbers of bfloat16 that tensor cores read at once: odd sizes are slow
+)
 FILLED = (
     2**31
-)  # Σ m²n, with the zeros, of matrices of several sizes that a GPU works out at once
+)  # Σ m²n, with the zeros, of the matrices that are filled up to one size
 ROOM = 2**24  # and Σ mn
-
-SHORTEST = (
-    0.1  # of √(m/n), the root of the mean of ‖q‖²: what is shorter counts as that
-)
+SHORTEST = 0.1  # of √(m/n), the root of the mean of ‖q‖²: the least that ‖q‖ counts as
 
 Part = tuple[
     Site, tuple[Segment, ...]
-]  # a layer, or those of its parameters that take this step
+]  # a layer's parameters that take this step
 Number = float | Tensor
 Tensors = Mapping[nn.Parameter, Tensor]
 
 
-class Rates(NamedTuple):
-    """What a param group says of a step; in a recording the numbers are read from the device."""
+class StepInputs(NamedTuple):
+    """What a step reads, by parameter, and what its param group says of it.
 
+    In a recording the three rates are read from the device.
+    """
+
+    xs: Tensors  # directions
+    buffers: Tensors  # b; none without momentum
+    roots: Tensors  # r of what is no matrix
     lr: Number
     momentum: Number
     decay: Number
-    nesterov: bool = False
-    maximize: bool = False
-    decays: bool = False  # whether decay is more than 0
+    nesterov: bool
+    maximize: bool
+    decays: bool  # whether decay is more than 0
 
     @property
     def keep(self) -> Number | None:
@@ -72,33 +78,34 @@ class Rates(NamedTuple):
 
 
 def polar(X: Tensor) -> Tensor:
-    """Q of each of X (L, m, n), nearly: Y ← MY, M = aI + bS + cS², S = YYᵀ, from Y = X/‖X‖; 0 of a matrix of zeros.
+    """Q of each of X (L, m, n), nearly; 0 of a matrix of zeros.
 
-    S of MY is MSM: so of a long Y several steps are taken on S alone, and Y goes through the product of their M at once. On a
-    GPU X comes in bfloat16: the iteration corrects its own rounding, as long as S comes from Y now and then.
+        Y ← MY,   M = aI + bS + cS²,   S = YYᵀ,   from Y = X/‖X‖
+
+    S of MY is MSM: so of a long Y several steps are taken on S alone, and Y goes through the
+    product A of their M at once. On a GPU X comes in bfloat16: the iteration corrects its own
+    rounding, as long as S comes from Y now and then.
     """
     wide = X.shape[-2] <= X.shape[-1]
     Y: Tensor = X if wide else X.mT
-    Y = Y / torch.linalg.vector_norm(Y, math.inf, (-2, -1), keepdim=True).clamp_min(
-        torch.finfo(Y.dtype).tiny
-    )
-    for i, steps in enumerate(
-        STEPS if Y.shape[-1] > 2 * Y.shape[-2] else [1] * sum(STEPS)
-    ):
+    largest = torch.linalg.vector_norm(Y, math.inf, (-2, -1), keepdim=True)
+    Y = Y / largest.clamp_min(torch.finfo(Y.dtype).tiny)
+    long = Y.shape[-1] > 2 * Y.shape[-2]
+    for i, steps in enumerate(STEPS if long else [1] * sum(STEPS)):
         S = Y @ Y.mT
         if i == 0:  # ‖Y‖² is the trace of S, and at least 1 by now
-            square = (
-                S.diagonal(0, -2, -1)
-                .sum(-1, dtype=torch.float32 if S.dtype == torch.bfloat16 else None)
-                .clamp_min(1)
-            )
-            S = S * square.reciprocal().to(S.dtype)[:, None, None]
+            sums_in = torch.float32 if S.dtype == torch.bfloat16 else None
+            trace = S.diagonal(0, -2, -1).sum(-1, dtype=sums_in)
+            square = trace.clamp_min(1)[:, None, None]
+            S = S * square.reciprocal().to(S.dtype)
         M = A = _quintic(S)
         for _ in range(steps - 1):
             S = M @ S @ M
             M = _quintic(S)
             A = M @ A
-        Y = (A * square.rsqrt().to(A.dtype)[:, None, None] if i == 0 else A) @ Y
+        if i == 0:
+            A = A * square.rsqrt().to(A.dtype)
+        Y = A @ Y
     return Y if wide else Y.mT
 
 
@@ -119,231 +126,176 @@ def shape_of(part: Part) -> Shape:
     """(h, n_G, n_A) of its h matrices."""
     site, active = part
     h, n_G, n_A = site.shape(active)
-    columns = next(s.shape[2] for s in active if s.name == "weight")
+    columns = active[0].shape[2]  # of the weight, which comes first
     return (QKV * h, columns, n_A) if n_G == QKV * columns else (h, n_G, n_A)
 
 
 def stacks_of(parts: Sequence[Part], fill: bool | None = None) -> list[Stack]:
-    """The matrices, those first that take longest; filled up on a GPU, and elsewhere only those of one size together."""
+    """The matrices in stacks, those first that take longest.
+
+    On a GPU, or with `fill`, small matrices of several sizes share a stack; elsewhere those of one
+    size.
+    """
     alike: defaultdict[object, list[Part]] = defaultdict(list)
     for part in parts:
         site, _ = part
-        alike[tuple(sorted(shape_of(part)[1:])), site.dtype, site.lead.device].append(
-            part
-        )
-    stacks: list[Stack] = []
-    for one in sorted(map(Stack, alike.values()), key=lambda stack: stack.work):
-        filled = one.device.type == "cuda" if fill is None else fill
-        last = next(
-            (
-                s
-                for s in stacks
-                if filled and (s.dtype, s.device) == (one.dtype, one.device)
-            ),
-            None,
-        )
-        both = one if last is None else Stack([*last.parts, *one.parts])
-        if last is not None and both.work <= FILLED and math.prod(both.size) <= ROOM:
-            stacks.remove(last)
-            one = both
-        stacks.insert(0, one)
-    return sorted(stacks, key=lambda stack: -stack.work)
+        sides = tuple(sorted(shape_of(part)[1:]))
+        alike[sides, site.dtype, site.lead.device].append(part)
+    kinds: defaultdict[object, list[Stack]] = defaultdict(list)
+    for stack in sorted(
+        map(Stack, alike.values()), key=lambda stack: stack.work
+    ):
+        stacks = kinds[stack.dtype, stack.device]
+        if stacks and (stack.device.type == "cuda" if fill is None else fill):
+            both = Stack([*stacks[-1].parts, *stack.parts])
+            if both.work <= FILLED and math.prod(both.size) <= ROOM:
+                stacks[-1] = both
+                continue
+        stacks.append(stack)
+    found = [stack for stacks in kinds.values() for stack in stacks]
+    return sorted(found, key=lambda stack: -stack.work)
 
 
 class Stack:
-    """Matrices that are worked out at once: wide ones as they are, tall ones on their side, with zeros around them."""
+    """Matrices that are worked out at once: wide ones as they are, tall ones on their side, with
+    zeros around them.
+    """
 
-    def __init__(self, parts: Sequence[Part], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Part], dtype: torch.dtype | None = None
+    ) -> None:
         self.parts = parts
         site, _ = parts[0]
-        self.device = site.lead.device
+        self.device, self.sums = site.lead.device, site.dtype
         half = self.device.type == "cuda" and site.dtype != torch.float64
         self.dtype = dtype or (torch.bfloat16 if half else site.dtype)
         self.shapes = [shape_of(part) for part in parts]
         self.counts = [h for h, _, _ in self.shapes]
         grain = GRAIN if self.dtype == torch.bfloat16 else 1
+        sides = [sorted(shape[1:]) for shape in self.shapes]
         m, n = (
-            -(-max(sides) // grain) * grain
-            for sides in zip(*(sorted(shape[1:]) for shape in self.shapes), strict=True)
+            -(-max(side) // grain) * grain for side in zip(*sides, strict=True)
         )
+        self.whole = all(own == [m, n] for own in sides)
         self.size = sum(self.counts), m, n
         self.work = math.prod(self.size) * m
-        self.params = [s.param for _, active in parts for s in active]
+        self.segments = [s for _, active in parts for s in active]
+        self.measures = [
+            (RMS * math.sqrt(m), SHORTEST * math.sqrt(m / n))
+            for (m, n), (_, active) in zip(sides, parts, strict=True)
+            for _ in active
+        ]
+        self.params = [s.param for s in self.segments]
 
-    def step(self, xs: Tensors, buffers: Tensors, rates: Rates) -> None:
+    def step(self, inputs: StepInputs) -> None:
         """θ ← keep·θ − lr·RMS·√m·q/‖q‖, in place."""
-        along = dict(
-            zip(self.params, momentum(self.params, xs, buffers, rates), strict=True)
-        )
         X = self._empty()
-        for (site, active), room in self._rooms(X):
-            if not _in_order(active):
-                room.copy_(site.gather(active, along, site.dtype).view(room.shape))
-                continue
-            for s, columns in _columns(active, room):
-                columns.copy_(_rows(along[s.param], s.param).view(columns.shape))
-        Q = polar(X)
-        shrink(self.params, rates.keep)
-        for ((site, active), room), (_, length) in zip(
-            self._rooms(Q), self._rooms(self._lengths(Q)), strict=True
+        along = momentum(self.params, inputs)
+        for s, room, x in zip(
+            self.segments, self._columns(X), along, strict=True
         ):
-            root, least = _measures(room)
-            move = room * (
-                rates.lr * root / _each(length, 1 in room.shape[1:]).clamp_min(least)
-            )
-            if not _in_order(active):
-                for p, part in site.scatter(active, move.reshape(-1)).items():
-                    subtract([p], [part], rates.keep)
-                continue
-            for s, columns in _columns(active, move):
-                subtract([s.param], [_like(columns, s.param)], rates.keep)
+            room.copy_(s.rows(x).reshape(room.shape))
+        for s, q, length, (root, least) in self._measured(polar(X)):
+            move = q * (inputs.lr * root / length.clamp_min(least))
+            subtract([s.param], [s.back(move.reshape(s.shape))], inputs.keep)
 
-    def fused_step(
-        self, xs: Tensors, buffers: Tensors, rates: Rates, dry: bool = False
-    ) -> None:
-        """`step` by kernels, in a recording, where it may be; a dry one does nothing, so that they are compiled before."""
-        assert (
-            isinstance(rates.lr, Tensor)
-            and isinstance(rates.momentum, Tensor)
-            and isinstance(rates.decay, Tensor)
-        )
+    def fused_step(self, inputs: StepInputs, dry: bool = False) -> None:
+        """`step` by kernels, in a recording, where rates are tensors; a dry one only compiles them."""
+        xs, buffers, _, lr, mu, decay, nesterov, *_ = inputs
         X = self._empty()
-        for (_, active), room in self._rooms(X):
-            for s, columns in _columns(active, room):
-                kernels.push(
-                    xs[s.param],
-                    buffers[s.param],
-                    columns,
-                    rates.momentum,
-                    rates.nesterov,
-                    dry,
-                )
+        for p, room in zip(self.params, self._columns(X), strict=True):
+            kernels.push(xs[p], buffers[p], room, mu, nesterov, dry)  # type: ignore[arg-type]
         Q = X if dry else polar(X)
-        for ((_, active), room), (_, length) in zip(
-            self._rooms(Q), self._rooms(self._lengths(Q)), strict=True
-        ):
-            each = _columns(active, _each(length, 1 in room.shape[1:]).expand_as(room))
-            for (s, columns), (_, lengths) in zip(
-                _columns(active, room), each, strict=True
-            ):
-                kernels.pull(
-                    s.param,
-                    columns,
-                    lengths,
-                    *_measures(room),
-                    rates.lr,
-                    rates.decay,
-                    dry,
-                )
+        for s, q, length, measures in self._measured(Q):
+            kernels.pull(s.param, q, length, *measures, lr, decay, dry)  # type: ignore[arg-type]
 
     def fuses(self, buffers: Tensors) -> bool:
-        """Whether the kernels can serve it."""
+        """Whether the kernels can serve it, which read parameters as they lie in memory.
+
+        Q does not mind the order of columns, but rows have to be the matrix's.
+        """
+        single = torch.float32
         return (
             kernels.AVAILABLE
             and self.dtype == torch.bfloat16
-            and all(
-                p in buffers and p.dtype == buffers[p].dtype == torch.float32
-                for p in self.params
-            )
-            and all(p.numel() < 2**31 for p in self.params)
-            and all(_in_order(active) for _, active in self.parts)
-            and all(p.permute(0, *_order(p)).is_contiguous() for p in self.params)
+            and all(s.in_order for s in self.segments)
+            and all(p in buffers for p in self.params)
+            and all(p.dtype == buffers[p].dtype == single for p in self.params)
+            and all(_row_by_row(p) and p.numel() < 2**31 for p in self.params)
         )
 
     def _empty(self) -> Tensor:
-        whole = all(sorted(shape[1:]) == [*self.size[1:]] for shape in self.shapes)
-        return (torch.empty if whole else torch.zeros)(
-            self.size, dtype=self.dtype, device=self.device
-        )
+        make = torch.empty if self.whole else torch.zeros
+        return make(self.size, dtype=self.dtype, device=self.device)
 
-    def _lengths(self, Q: Tensor) -> Tensor:
-        """‖q‖ of each column; tall matrices lie on their side."""
-        lengths: Tensor = torch.linalg.vector_norm(
-            Q, dim=1, keepdim=True, dtype=self.parts[0][0].dtype
-        )
-        return lengths
-
-    def _rooms(self, X: Tensor) -> list[tuple[Part, Tensor]]:
-        """Where each layer's (h, n_G, n_A) lies in X."""
-        rooms = []
-        for part, (_, n_G, n_A), room in zip(
-            self.parts, self.shapes, X.split(self.counts), strict=True
+    def _columns(self, X: Tensor) -> list[Tensor]:
+        """Where each parameter's (h, n_G, width) lies in X."""
+        columns: list[Tensor] = []
+        for own, part, shape in zip(
+            X.split(self.counts), self.parts, self.shapes, strict=True
         ):
-            rooms.append(
-                (part, room[:, :n_G, :n_A] if n_G <= n_A else room[:, :n_A, :n_G].mT)
+            _, n_G, n_A = shape
+            matrices = (
+                own[:, :n_G, :n_A] if n_G <= n_A else own[:, :n_A, :n_G].mT
             )
-        return rooms
+            columns += matrices.split([s.shape[2] for s in part[1]], 2)
+        return columns
+
+    def _measured(
+        self, Q: Tensor
+    ) -> Iterator[tuple[Segment, Tensor, Tensor, tuple[float, float]]]:
+        """Of each parameter the columns q in Q, their lengths ‖q‖, and RMS·√m and the least ‖q‖.
+
+        Where columns are single numbers, the root mean square of all of them takes the place of
+        ‖q‖.
+        """
+        norms = torch.linalg.vector_norm(
+            Q, dim=1, keepdim=True, dtype=self.sums
+        )
+        for own, (_, *sides) in zip(
+            norms.split(self.counts), self.shapes, strict=True
+        ):
+            if 1 in sides:
+                own = own[:, :, : max(sides)]
+                own.copy_(own.square().mean(2, keepdim=True).sqrt())
+        columns, lengths = self._columns(Q), self._columns(norms.expand_as(Q))
+        return zip(self.segments, columns, lengths, self.measures, strict=True)
 
 
-def _columns(active: Sequence[Segment], room: Tensor) -> list[tuple[Segment, Tensor]]:
-    return list(zip(active, room.split([s.shape[2] for s in active], 2), strict=True))
-
-
-def _each(length: Tensor, single: bool) -> Tensor:
-    """‖q‖ of the columns of a layer's matrices; where they are single numbers, the root mean square of all."""
-    return length.square().mean((1, 2), keepdim=True).sqrt() if single else length
-
-
-def _measures(room: Tensor) -> tuple[float, float]:
-    """RMS·√m, and the least ‖q‖."""
-    m, n = sorted(room.shape[1:])
-    return RMS * math.sqrt(m), SHORTEST * math.sqrt(m / n)
+def _row_by_row(p: Tensor) -> bool:
+    """Whether rows follow each other in memory, without gaps."""
+    order = sorted(range(1, p.dim()), key=p.stride().__getitem__, reverse=True)
+    return p.permute(0, *order).is_contiguous()
 
 
 def momentum(
-    params: Sequence[nn.Parameter], xs: Tensors, buffers: Tensors, rates: Rates
-) -> Sequence[Tensor]:
+    params: Sequence[nn.Parameter], inputs: StepInputs
+) -> list[Tensor]:
     """b ← μb + x where there are buffers; what the step goes along."""
-    x = [xs[p] for p in params]
-    if not buffers:
+    x = [inputs.xs[p] for p in params]
+    if not inputs.buffers:
         return x
-    b = [buffers[p] for p in params]
-    torch._foreach_mul_(b, rates.momentum)
+    b = [inputs.buffers[p] for p in params]
+    torch._foreach_mul_(b, inputs.momentum)
     torch._foreach_add_(b, x)
-    if not rates.nesterov:
+    if not inputs.nesterov:
         return b
-    along = torch._foreach_mul(b, rates.momentum)
+    along = torch._foreach_mul(b, inputs.momentum)
     torch._foreach_add_(along, x)
-    return along
-
-
-def shrink(params: Sequence[Tensor], keep: Number | None) -> None:
-    """θ ← keep·θ; in half precision by itself that is less than one rounding, and is left to `subtract`."""
-    exact = [p for p in params if p.dtype not in HALF]
-    if keep is not None and exact:
-        torch._foreach_mul_(exact, keep)
+    return list(along)
 
 
 def subtract(
     params: Sequence[Tensor], moves: Sequence[Tensor], keep: Number | None
 ) -> None:
-    """θ ← θ − move; in half precision with the decay to keep·θ."""
-    pairs = list(zip(params, moves, strict=True))
-    if keep is not None:
-        for p, move in (pair for pair in pairs if pair[0].dtype in HALF):
+    """θ ← keep·θ − move, for parameters of one type.
+
+    In half precision at once: a decay by itself is less than one rounding.
+    """
+    if keep is not None and params[0].dtype in HALF:
+        for p, move in zip(params, moves, strict=True):
             p.copy_(keep * p.to(move.dtype) - move)
-        pairs = [pair for pair in pairs if pair[0].dtype not in HALF]
-    if pairs:
-        torch._foreach_sub_([p for p, _ in pairs], [move for _, move in pairs])
-
-
-def _in_order(active: Sequence[Segment]) -> bool:
-    """Whether their rows are the matrix's. Then columns may be taken as they lie in memory: Q does not mind their order."""
-    return all(s.owner.kind.layout[0] in ROWS for s in active)
-
-
-def _order(p: Tensor) -> list[int]:
-    """The dimensions of a row, as they lie in memory."""
-    return sorted(range(1, p.dim()), key=p.stride().__getitem__, reverse=True)
-
-
-def _rows(x: Tensor, p: Tensor) -> Tensor:
-    """x, which looks like p, as (rows, columns)."""
-    return x.permute(0, *_order(p)).reshape(len(p), -1)
-
-
-def _like(rows: Tensor, p: Tensor) -> Tensor:
-    """Rows (h, n_G, columns) as p."""
-    order = _order(p)
-    back = [0, *(1 + order.index(d) for d in range(1, p.dim()))]
-    return rows.reshape(len(p), *(p.shape[d] for d in order)).permute(back)
+        return
+    if keep is not None:
+        torch._foreach_mul_([*params], keep)
+    torch._foreach_sub_([*params], [*moves])
