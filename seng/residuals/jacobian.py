@@ -1,224 +1,241 @@
-"""The Jacobian of one residual function on one batch: sample by sample where they separate, else by products with the whole.
+"""The Jacobian J (m, n) of one residual function on one batch, in chunks and in products.
 
-separate    r of a batch is r of its samples, one after the other: J is `vmap(jacrev)` of the residuals of one sample,
-            which takes about as long as a gradient of the whole batch for each residual of a sample
-whole       rows vᵀJ, v from the identity, some at a time: m gradients of the whole batch, for any differentiable code;
-            or columns Jz, n products of the whole, where there are few parameters
+Where r of a batch consists of the residuals of its samples, J is `vmap(jacrev(…))` over single
+samples. For each residual of a sample this takes about as long as one gradient of the batch.
+
+Other code is differentiated as a whole: by rows vᵀJ, m gradients of the batch, some at a time,
+or by columns Jz where there are few parameters. This works for any differentiable code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.func import jacrev, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from seng.notices import warn
 from seng.residuals.terms import (
     Batch,
-    Order,
+    Layout,
     Term,
     Values,
-    dims,
     has_samples,
-    samples_of,
-    some,
 )
 
-COPIES = 4  # how many times a chunk of J exists while it is made
-ROWS = 64  # of a chunk where residuals do not separate
-COLUMN = 3  # what a column costs, in rows
-FEW = 100  # rows that nobody needs to be told about
+COPIES = 4  # how many copies of a chunk of J exist while it is made
+ROWS = 64  # of a chunk, where samples do not separate
+COLUMN = 3  # the cost of a column in rows
+FEW = 100  # gradients per step that are not worth a warning
+
+Pair = tuple[Tensor, Tensor]
+Chunks = Iterator[
+    tuple[slice | Tensor, Tensor]
+]  # some rows, and J[rows, columns]
 
 
-class Part:
-    """A term at θ on its batch: its residuals, in the order of the samples, and its part of J."""
+class TermJacobian:
+    """A term at the present θ on its batch: the residuals r (m,) and their Jacobian J (m, n)."""
 
-    def __init__(self, term: Term, batch: Batch, values: Values, room: int) -> None:
-        self.term, self.batch, self.values = term, batch, values
+    def __init__(
+        self,
+        term: Term,
+        batch: Batch,
+        values: Values,
+        room: int,
+    ) -> None:
+        self.term = term
+        self.batch = batch
+        self.room = room  # bytes for a chunk of J and for what it is made from
         self.parameters = term.parameters
-        self.room = room  # bytes of a chunk of J and of what it is made from
-        self.samples = samples_of(batch) or 1
-        self.order: Order | None = None
-        r = self.residuals(values)
-        self.m = len(r)
-        self.order = order_of(term, batch, values, r)
-        self.r = self._sorted(r)
+        self.samples = [x.detach() for x in batch if has_samples(x)]
+        self.r = self.residuals(values)
+        self.layout = layout_of(self)
 
     def residuals(self, values: Values) -> Tensor:
-        """r (m,) at other parameters."""
-        with torch.enable_grad():  # it may differentiate the model
-            return self._sorted(self.term(values, self.batch).detach()).to(
-                self.parameters.dtype
-            )
+        """r (m,) at other values of the parameters."""
+        return self.term(values, self.batch).detach().to(self.parameters.dtype)
 
-    def chunks(self, columns: slice) -> Iterator[Tensor]:
-        """J[:, columns], some rows (b, w) after the other."""
-        if self.order is not None:
-            return self._separate(self.order, columns)
-        return self._whole(columns)
+    def chunks(self, columns: slice) -> Chunks:
+        """J[:, columns], some rows at a time."""
+        layout = self.layout
+        if layout is None:
+            yield from self._whole(columns)
+            return
+        B, k = layout.places.shape
+        sample_bytes = k * (self._row_bytes(columns) + layout.bytes)
+        for index in pieces(B, self.room // sample_bytes):
+            rows = layout.places[index].flatten()
+            samples = [x[index] for x in self.samples]
+            X = self.of_samples(columns, samples)  # (b, k, w)
+            yield rows, layout.factor * X.flatten(0, 1)
+
+    def of_samples(
+        self,
+        columns: slice,
+        samples: list[Tensor],
+    ) -> Tensor:
+        """The Jacobians (b, k, w) of single samples."""
+        jacobian = vmap(jacrev(partial(self.of_one, columns)), (None, 0))
+        J: Tensor = jacobian(self.parameters.theta()[columns], samples)
+        return J
+
+    def of_one(
+        self,
+        entries: slice,
+        given: Tensor,
+        sample: list[Tensor],
+    ) -> Tensor:
+        """The residuals (k,) of one sample, where these entries of θ are given."""
+        values = self.parameters.values(entries, given)
+        left = iter(sample)
+        batch = tuple(
+            next(left)[None] if has_samples(x) else x for x in self.batch
+        )
+        return self.term.call(values, batch).flatten()
 
     def pull(self, c: Tensor) -> Tensor:
-        """Jᵀc (n,): one gradient of the whole."""
-        r, leaves = graph(self.term, self.values, self.batch)
-        v = self._sorted(c, back=True).to(r.dtype)
-        return self.parameters.row(
-            torch.autograd.grad(r, list(leaves.values()), v, allow_unused=True)
-        )
+        """Jᵀc (n,): one gradient of the batch."""
+        r, theta = self._graph(self.parameters.all)
+        return product(r, theta, c)
 
     def push(self, z: Tensor) -> Tensor:
-        """Jz (m,): two gradients of the whole, or all rows again where r cannot be differentiated twice."""
-        try:
-            return self._sorted(
-                self._columns(
-                    {
-                        name: part[None]
-                        for name, part in self.parameters.split(z).items()
-                    }
-                )[0]
-            )
-        except RuntimeError:
-            return torch.cat([X @ z for X in self.chunks(slice(0, len(z)))])
-
-    def _separate(self, order: Order, columns: slice) -> Iterator[Tensor]:
-        k = self.m // self.samples
-        within = self.parameters.within(columns)
-        chosen = {name: self.values[name] for name, _, _ in within}
-        width = sum(value.numel() for value in chosen.values())
-        rows = rows_of(self.term, self.batch, self.values)
-        one = k * (COPIES * width * self.r.element_size() + order.bytes)
-        for index in pieces(self.samples, self.room // one):
-            blocks = rows(chosen, *some(self.batch, index))  # (b, k, …) each
-            X = self.r.new_empty(
-                k * (index.stop - index.start), columns.stop - columns.start
-            )
-            for name, entries, at in within:
-                X[:, at] = blocks[name].reshape(len(X), -1)[:, entries]
-            yield X if order.factor == 1 else X.mul_(order.factor)
-
-    def _whole(self, columns: slice) -> Iterator[Tensor]:
-        within = self.parameters.within(columns)
-        width, size = columns.stop - columns.start, self.r.element_size()
-        if COLUMN * width < self.m and COPIES * self.m * width * size < self.room:
-            found = self._by_columns(within, width)
-            if found is not None:
-                yield found
-                return
-        with Allocated() as allocated:
-            r, leaves = graph(self.term, self.values, self.batch)
-        chosen = [leaves[name] for name, _, _ in within]
-        one = COPIES * sum(t.numel() for t in chosen) * size + allocated.bytes
-        for index in pieces(self.m, min(ROWS, self.room // one)):
-            V = torch.zeros(
-                index.stop - index.start, self.m, dtype=r.dtype, device=r.device
-            )
-            V.diagonal(index.start).fill_(1)
-            X = self.r.new_zeros(len(V), width)
-            for (_, entries, at), g in zip(
-                within, several(self.term, r, chosen, V), strict=True
-            ):
-                if g is not None:
-                    X[:, at] = g.reshape(len(V), -1)[:, entries]
-            yield X
-
-    def _by_columns(
-        self, within: list[tuple[str, slice, slice]], width: int
-    ) -> Tensor | None:
-        """J[:, columns] (m, w); None where r cannot be differentiated twice, or not for several z at once."""
-        X = self.r.new_empty(self.m, width)
-        try:
-            for name, entries, at in within:
-                p = self.values[name]
-                for index in pieces(entries.stop - entries.start, ROWS):
-                    Z = torch.zeros(
-                        index.stop - index.start,
-                        p.numel(),
-                        dtype=p.dtype,
-                        device=p.device,
-                    )
-                    Z.diagonal(entries.start + index.start).fill_(1)
-                    X[:, at.start + index.start : at.start + index.stop] = (
-                        self._columns({name: Z.view(-1, *p.shape)}).T
-                    )
-        except RuntimeError:
-            return None
-        return X
-
-    def _columns(self, Z: Values) -> Tensor:
-        """Jz (c, m) for c of them at once: Jᵀv is linear in v, and zᵀJᵀv has the derivative Jz."""
-        r, leaves = graph(self.term, self.values, self.batch)
-        v = torch.zeros_like(r, requires_grad=True)
-        chosen = [leaves[name] for name in Z]
-        grads = torch.autograd.grad(r, chosen, v, create_graph=True, allow_unused=True)
-        used = [
-            (g, z.to(g.dtype))
-            for g, z in zip(grads, Z.values(), strict=True)
-            if g is not None and g.requires_grad
-        ]
-        if not used:
-            return r.new_zeros(len(next(iter(Z.values()))), len(r))
-        along = [z for _, z in used]
-        if len(along[0]) == 1:  # which any code can do
-            return torch.autograd.grad([g for g, _ in used], v, [z[0] for z in along])[
-                0
-            ][None]
-        Jz: Tensor = torch.autograd.grad(
-            [g for g, _ in used], v, along, is_grads_batched=True
-        )[0]
+        """Jz (m,): two gradients of the batch, or all of J where r is not twice differentiable."""
+        with suppress(RuntimeError):
+            Jv, v = self._transposed(self.parameters.all)
+            return product(Jv, v, z).to(z)
+        Jz = torch.empty_like(self.r)
+        for rows, X in self.chunks(self.parameters.all):
+            Jz[rows] = X @ z
         return Jz
 
-    def _sorted(self, r: Tensor, back: bool = False) -> Tensor:
-        """r in the order of the samples, or the way back."""
-        if self.order is None or not self.order.by_output:
-            return r
-        return (
-            r.view(self.samples, -1).T.flatten()
-            if back
-            else r.view(-1, self.samples).T.flatten()
+    def _whole(self, columns: slice) -> Chunks:
+        m = len(self.r)
+        width = columns.stop - columns.start
+        if COLUMN * width < m and COPIES * width * self.r.nbytes < self.room:
+            with suppress(
+                RuntimeError
+            ):  # of code that is not twice differentiable
+                Jv, v = self._transposed(columns)
+                blocks = [X for _, X in self._matrix(Jv, v, ROWS)]
+                yield slice(0, m), torch.cat(blocks).T
+                return
+        with Allocated() as allocated:
+            r, theta = self._graph(columns)
+        most = self.room // (self._row_bytes(columns) + allocated.bytes)
+        yield from self._matrix(r, theta, min(ROWS, most))
+
+    def _row_bytes(self, columns: slice) -> int:
+        """The memory of a row of J while it is made, for which whole tensors are differentiated."""
+        tensors = self.parameters.tensors
+        width = sum(
+            tensors[name].numel() for name in self.parameters.places(columns)
         )
+        return COPIES * width * self.r.element_size()
+
+    def _matrix(
+        self,
+        y: Tensor,
+        x: Tensor,
+        step: int,
+    ) -> Chunks:
+        """∂y/∂x, some rows at a time: by vmap where the code allows it, else one by one."""
+        for index in pieces(len(y), step):
+            E = y.new_zeros(index.stop - index.start, len(y))
+            E.diagonal(index.start).fill_(1)
+            X = None
+            if self.term.batched:
+                with suppress(RuntimeError):
+                    X = product(y, x, E)
+            if X is None:
+                X = torch.stack([product(y, x, e) for e in E])
+                self.term.batched = False
+            yield index, X
+
+    def _transposed(self, columns: slice) -> Pair:
+        """Jᵀv and v: this is linear in v, and the derivative of zᵀJᵀv is Jz."""
+        r, theta = self._graph(columns)
+        v = torch.zeros_like(r, requires_grad=True)
+        (Jv,) = torch.autograd.grad(
+            r, theta, v, create_graph=True, materialize_grads=True
+        )
+        return Jv, v
+
+    def _graph(self, columns: slice) -> Pair:
+        """r with its graph, and the entries of θ that it was computed from."""
+        theta = self.parameters.theta()[columns].requires_grad_()
+        r = self.term(self.parameters.values(columns, theta), self.batch)
+        if r.requires_grad:
+            return r, theta
+        if columns == self.parameters.all:
+            raise ValueError(
+                f"{self.term.name} does not depend on the parameters: is the model called, and nothing detached?"
+            )
+        return (
+            r + 0 * theta.sum(),
+            theta,
+        )  # a term need not depend on all of them
 
 
-def order_of(term: Term, batch: Batch, values: Values, r: Tensor) -> Order | None:
-    """How the samples separate, found out once for each size of a batch; None where they do not."""
+def product(
+    y: Tensor,
+    x: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """vᵀ·∂y/∂x of one vector v, or of several at once as rows (b, …)."""
+    (found,) = torch.autograd.grad(
+        y,
+        x,
+        v.to(y),
+        retain_graph=True,
+        materialize_grads=True,
+        is_grads_batched=v.dim() > 1,
+    )
+    return found.expand(
+        *v.shape[:-1], len(x)
+    )  # zeros of an unused x come as one row
+
+
+class MixedSamplesError(ValueError):
+    """The residuals of a batch are not those of its samples."""
+
+
+def layout_of(part: TermJacobian) -> Layout | None:
+    """How the samples separate, found out once for each shape of a batch; None: they do not."""
+    term = part.term
+    r = part.r
     if term.separate is False or not r.isfinite().all():
         return None
-    samples = samples_of(batch)
-    if samples is None or len(r) % samples:
-        _as_a_whole(
-            term,
-            len(r),
-            f"{len(r)} residuals of {samples or 'no common number of'} samples",
-        )
-        return None
-    key = (tuple(x.shape for x in batch if has_samples(x)), term.modes)
-    if key not in term.orders:
+    shapes = [x.shape for x in (r, *part.samples)]
+    key = (*shapes, r.device, term.modes)
+    if key not in term.layouts:
         try:
-            found = probe(term, batch, values, r)
-        except (
-            Exception
-        ) as error:  # of any kind: it is the user's code, which ran well as a whole
-            if term.separate:
+            term.layouts[key] = find_layout(part)
+        except Exception as error:  # of any kind: this runs the user's code
+            if term.separate and not isinstance(error, MixedSamplesError):
                 raise
-            _as_a_whole(term, len(r), str(error).strip().split("\n")[0])
-            return None
-        if found is None:
-            _as_a_whole(
-                term, len(r), "a sample's residuals are others when it is alone"
-            )
-            return None
-        term.orders[key] = found
-    return term.orders[key]
+            why = str(error).strip().split("\n")[0]
+            _give_up(term, len(r), why)
+    return term.layouts.get(key)
 
 
-def _as_a_whole(term: Term, m: int, why: str) -> None:
+def _give_up(
+    term: Term,
+    m: int,
+    why: str,
+) -> None:
+    """Differentiate this term as a whole from now on, with a warning where that is slow."""
     if term.separate:
         raise ValueError(
             f"separate=True, but {term.name} does not separate by samples: {why}"
         )
+    term.separate = False
     gradients = min(m, COLUMN * term.parameters.n)
     if gradients > FEW:
         warn(
@@ -226,127 +243,70 @@ def _as_a_whole(term: Term, m: int, why: str) -> None:
             f"not separate ({why}). It is much faster with residuals that depend on one sample each, a term for every batch "
             "and derivatives by torch.func (grad, jacrev, hessian, jvp), not torch.autograd.grad; separate=False is quiet"
         )
-    term.separate = False
 
 
-def probe(term: Term, batch: Batch, values: Values, r: Tensor) -> Order | None:
-    """Whether r and a product Jᵀv of the whole are, up to one factor, what three samples give by themselves."""
-    samples = samples_of(batch) or 1
-    k = len(r) // samples
-    picked = torch.tensor(sorted({0, samples // 2, samples - 1}), device=r.device)
-    v = torch.linspace(1, 2, len(picked) * k, dtype=r.dtype, device=r.device)
-
-    def weighted(values: Values) -> tuple[Tensor, Tensor]:
-        s = vmap(term.one(values, batch), (None, *dims(batch)))(
-            values, *some(batch, picked)
-        ).flatten()
-        return s @ v.to(s.dtype), s
-
+def find_layout(part: TermJacobian) -> Layout:
+    """Compare r and a product Jᵀv of the batch with those of three samples taken one by one."""
+    r = part.r
+    sizes = {len(x) for x in part.samples}
+    B = sizes.pop() if len(sizes) == 1 else 0
+    if not B or len(r) % B:
+        count = B or "no common number of"
+        raise MixedSamplesError(f"{len(r)} residuals of {count} samples")
+    order = torch.arange(len(r), device=r.device)
+    picked = order[[0, B // 2, B - 1]].unique()
+    few = [x[picked] for x in part.samples]
+    theta = part.parameters.theta()
+    alone = vmap(partial(part.of_one, part.parameters.all), (None, 0))
     with Allocated() as allocated:
-        parts, s = grad(weighted, has_aux=True)(values)
-    least = min(values, key=lambda name: values[name].numel())
-    rows_of(term, batch, values)(
-        {least: values[least]}, *some(batch, picked)
-    )  # fails here, if it does
-    if len(s) != len(v):
-        return None
-    z = term.parameters.row(parts.values())
+        s, pull, *_ = vjp(lambda theta: alone(theta, few).flatten(), theta)
+        v = torch.linspace(1, 2, len(s)).to(s)
+        (z,) = pull(v)
+    part.of_samples(slice(0, 1), few)  # fails here, if it does
     slope = float(z.abs().max())
-    level = float(r.abs().max()) + slope * max(
-        float(value.norm()) for value in values.values()
-    )  # what r may be a difference of
-    whole, leaves = graph(term, values, batch)
-    steps = torch.arange(k, device=r.device)
-    for by_output in (False, True)[: 2 if k > 1 and samples > 1 else 1]:
-        index = (
-            picked[:, None] + samples * steps
-            if by_output
-            else k * picked[:, None] + steps
-        ).flatten()
-        V = torch.zeros_like(whole).index_put((index,), v.to(whole.dtype))
-        w = term.parameters.row(
-            torch.autograd.grad(
-                whole, list(leaves.values()), V, retain_graph=True, allow_unused=True
-            )
-        )
-        factor = float(z @ w / (z @ z)) if z.any() else 1.0
-        factor = 1.0 if abs(factor - 1) < 1e-6 else factor
-        far = [(w - factor * z, slope), (r[index] - factor * s, level)]
-        if all(
-            float(off.abs().max()) <= torch.finfo(whole.dtype).eps ** 0.5 * size
-            for off, size in far
-        ):
-            return Order(factor, by_output, allocated.bytes // len(picked))
-    return None
-
-
-def rows_of(term: Term, batch: Batch, values: Values) -> Callable[..., Values]:
-    """(some of the values, *samples) -> the Jacobian (b, k, …) of their residuals with respect to each of the values."""
-    rows: Callable[..., Values] = vmap(
-        jacrev(term.one(values, batch)), (None, *dims(batch))
-    )
-    return rows
-
-
-def graph(term: Term, values: Values, batch: Batch) -> tuple[Tensor, Values]:
-    """r with its graph, and the parameters that it hangs on."""
-    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
-    with torch.enable_grad():
-        r = term(leaves, batch)
-    if not r.requires_grad:
-        raise ValueError(
-            f"{term.name} does not depend on the parameters: is the model called, and nothing detached?"
-        )
-    return r, leaves
-
-
-def several(
-    term: Term, r: Tensor, chosen: list[Tensor], V: Tensor
-) -> tuple[Tensor | None, ...]:
-    """VJ as a tensor (b, …) for each of the chosen parameters; None where r does not depend on it."""
-    if term.batched:
-        try:
-            return torch.autograd.grad(
-                r,
-                chosen,
-                V,
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
-        except RuntimeError:
-            term.batched = False
-    singles = [
-        torch.autograd.grad(r, chosen, v, retain_graph=True, allow_unused=True)
-        for v in V
-    ]
-    return tuple(
-        None if column[0] is None else torch.stack(column)
-        for column in zip(*singles, strict=True)
-    )
+    # r may be a small difference of numbers as large as `level`.
+    largest = r.abs().max()
+    level = float(largest + slope * theta.norm())
+    tolerance = torch.finfo(s.dtype).eps ** 0.5
+    for places in (order.view(B, -1), order.view(-1, B).T):
+        index = places[picked].flatten()
+        V = torch.zeros_like(r)
+        V[index] = v.to(r)
+        w = part.pull(V)
+        factor = float(z @ w / (z @ z)) if slope else 1.0
+        if abs(factor - 1) < 1e-6:
+            factor = 1.0
+        slopes_agree = torch.allclose(w, factor * z, 0, tolerance * slope)
+        expected = factor * s.to(r)
+        levels_agree = torch.allclose(r[index], expected, 0, tolerance * level)
+        if slopes_agree and levels_agree:
+            sample_bytes = allocated.bytes // len(picked)
+            return Layout(places, factor, sample_bytes)
+    raise MixedSamplesError("a sample's residuals are others when it is alone")
 
 
 class Allocated(TorchDispatchMode):
-    """Counts the bytes of all that is computed, as if nothing were freed."""
+    """Counts the bytes of every tensor that is computed, as if nothing were freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         out = function(*args, **(kwargs or {}))
-        self.bytes += sum(
-            t.numel() * t.element_size()
-            for t in tree_leaves(out)
-            if isinstance(t, Tensor)
-        )
+        tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.bytes += sum(t.nbytes for t in tensors)
         return out
 
 
 def pieces(total: int, step: int) -> Iterator[slice]:
-    """0 … total, `step` at a time, and one at least."""
+    """0 … total in slices of `step`, which is at least 1."""
     step = max(1, step)
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))

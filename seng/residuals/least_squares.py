@@ -1,10 +1,12 @@
-"""Least squares, min ½‖r(θ)‖²: Gauss–Newton steps by SENG's Woodbury formula, with Levenberg and Marquardt's damping.
+"""Least squares, min ½‖r(θ)‖²: Gauss–Newton steps by SENG's Woodbury formula, damped as in
+Levenberg and Marquardt's method.
 
-    θ ← θ − d,   (JᵀJ + λI)d = Jᵀr                                                                    (`seng.residuals.normal`)
+    θ ← θ − d − ½a,   (JᵀJ + λI)d = Jᵀr,   (JᵀJ + λI)a = Jᵀc              (`seng.residuals.normal`)
 
-λ is `damping` times the mean eigenvalue of the smaller Gram, so that residuals in other units leave the steps as they are. The
-damping follows the gain, what the loss fell by over what it would have fallen by were r linear. To d comes its acceleration
-(Transtrum and Sethna 2012, arXiv 1201.5885): along −d residuals are r − hJd + ½h²c + …, and c is compensated for as r was.
+λ is `damping` times the mean eigenvalue of the smaller Gram, so that the units of r do not matter.
+The damping follows the gain: the decrease of the loss over the decrease that a linear r would give.
+a is the acceleration (Transtrum and Sethna 2012, arXiv 1201.5885): along −d the residuals are
+r − hJd + ½h²c + …, and a compensates for their bend c as d does for r.
 """
 
 from __future__ import annotations
@@ -12,57 +14,65 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seng.checks import check_number
-from seng.linalg.operators import Operator
+from seng.linalg.memory import free_memory
 from seng.linalg.sketch import Sketch
-from seng.metrics.memory import free_memory
 from seng.notices import warn
-from seng.residuals.linearization import Linear
-from seng.residuals.normal import Solve, normal_equations
-from seng.residuals.terms import Batch, Parameters, Residual, Term, Values, has_samples
+from seng.residuals.linearization import Linearization, linearize
+from seng.residuals.normal import NormalEquations, normal_equations
+from seng.residuals.terms import Batch, Parameters, Residual, Term, has_samples
 
 TRIES = 12  # solves of a step before it is given up
 SHARE = 0.5  # of the free memory, where no budget is given
 LEAST, MOST = 1e-16, 1e12  # of the damping
 LENGTHS = tuple(2.0**-i for i in range(6))  # that a line search tries
-PROBE = 0.1  # h
-BEND = 0.75  # of ‖d‖: an acceleration that is longer is not believed
+PROBE = 0.1  # h, where the bend c is measured
+STATE = (
+    "damping",
+    "growth",
+    "steps",
+    "last",
+)  # what a checkpoint keeps, with the generator
+BEND = 0.75  # of ‖d‖: a longer acceleration is not trusted
 
 
 @dataclass(frozen=True)
 class Report:
     """What a step did."""
 
-    loss: float  # ½‖r‖² before it
-    after: float  # and after it, of the same batch
-    damping: float  # at its last solve
-    lam: float  # λ: the damping times the mean eigenvalue
-    length: float  # of the step in units of d; 0 where it was refused
-    tries: int  # solves
-    accepted: bool
+    loss: float  # ½‖r‖² before the step
+    after: float  # ½‖r‖² after it, on the same batch
+    damping: float  # at the last solve
+    lam: float = math.nan  # λ: the damping times the mean eigenvalue
+    length: float = (
+        0.0  # of the step in units of d; 0 where the step was refused
+    )
+    tries: int = 0  # solves
+    accepted: bool = False
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A step that was looked at."""
+    """A step that was evaluated."""
 
-    loss: float  # ½‖r‖² there
-    predicted: float  # how much less than now it would be if r were linear
+    loss: float  # ½‖r‖² at θ − step
+    predicted: float  # the decrease of the loss if r were linear
     length: float
-    step: Tensor  # (n,): θ now minus θ there
-    values: Values  # θ there
+    step: Tensor  # (n,)
 
 
 class LeastSquares:
     """Fits a model's parameters, in place, so that residuals become small.
 
-    `residual(model, *batch)` returns a vector. With a list of such functions `step` takes a batch for each of them, a tensor or
-    a tuple of tensors with the samples in dimension 0, and r is what they return, one after the other.
+    `residual(model, *batch)` returns a vector. With a list of such functions, `step` takes a batch
+    for each of them: a tensor, or a tuple of tensors, with the samples in dimension 0. Then r is
+    what the functions return, one after the other.
     """
 
     def __init__(
@@ -79,21 +89,13 @@ class LeastSquares:
         memory: int | None = None,
         separate: bool | None = None,
     ) -> None:
-        _check(
-            damping,
-            momentum,
-            sketch,
-            memory,
-            separate,
-            adapt=adapt,
-            acceleration=acceleration,
-            line_search=line_search,
+        _check(damping, momentum, sketch, memory, separate)
+        _check_switches(
+            adapt=adapt, acceleration=acceleration, line_search=line_search
         )
         self.parameters = Parameters(model)
         self.several = isinstance(residual, (list, tuple))
-        functions: list[Any] = (
-            list(residual) if isinstance(residual, (list, tuple)) else [residual]
-        )
+        functions: Any = residual if self.several else [residual]
         self.terms = [
             Term(_name(f, i, self.several), f, self.parameters, separate)
             for i, f in enumerate(functions)
@@ -103,124 +105,117 @@ class LeastSquares:
                 "there is nothing to fit to: the list of residual functions is empty"
             )
         self.damping, self.momentum = float(damping), float(momentum)
-        self.adapt, self.acceleration, self.line_search = (
-            adapt,
-            acceleration and adapt,
+        self.adapt, self.acceleration = adapt, acceleration and adapt
+        self.line_search, self.sketch, self.memory = (
             line_search,
+            sketch,
+            memory,
         )
-        self.sketch, self.memory = sketch, memory
         self.growth = 2.0  # of the damping when a trial is refused
         self.steps = 0
         self.last: Tensor | None = None  # the last step (n,), with momentum
-        self.generator = torch.Generator(self.parameters.device).manual_seed(
-            0
-        )  # of the sketches
+        generator = torch.Generator(self.parameters.device)
+        self.generator = generator.manual_seed(0)  # of the sketches
         self.report: Report | None = None
         self._warned = False
 
+    @torch.enable_grad()  # residuals may differentiate the model
     def step(self, *batches: Any) -> float:
-        """One step on these samples; ½‖r‖² before it."""
-        given = self._batches(batches)
-        linear = Linear(
-            self.parameters,
-            self.terms,
-            given,
-            self.memory or int(SHARE * free_memory(self.parameters.device)),
+        """Take one step on these samples. Returns ½‖r‖² before it."""
+        memory = self.memory or int(
+            SHARE * free_memory(self.parameters.device)
         )
-        loss, start = 0.5 * float(linear.r @ linear.r), self.damping
+        here = linearize(self.terms, self._split(batches), memory)
+        loss = 0.5 * float(here.r @ here.r)
+        damping, last = self.damping, self.last
         self.steps += 1
         if not math.isfinite(loss):
-            return self._refuse(
-                Report(loss, loss, start, math.nan, 0.0, 0, False),
-                "the residuals are not finite",
-            )
-        U = linear.operator()
-        normal = normal_equations(U, self.sketch, self.generator)
+            still = Report(loss, loss, damping)
+            return self._refuse(still, "the residuals are not finite")
+        normal = normal_equations(here.operator(), self.sketch, self.generator)
         if not math.isfinite(normal.mean):
-            return self._refuse(
-                Report(loss, loss, start, math.nan, 0.0, 0, False),
-                "the Jacobian is not finite",
-            )
-        last = self.last
+            still = Report(loss, loss, damping)
+            return self._refuse(still, "the Jacobian is not finite")
+        least = (
+            torch.finfo(here.r.dtype).eps * loss
+        )  # a gain worth another try
         for tries in range(1, TRIES + 1):
-            lam = self.damping * (normal.mean or 1.0)
-            solve = normal.at(lam)
-            trial = None if solve is None else self._try(linear, U, solve, last)
-            if trial is not None and trial.loss < (loss if self.adapt else math.inf):
-                self.report = Report(
-                    loss, trial.loss, self.damping, lam, trial.length, tries, True
-                )
-                self.parameters.set(trial.values)
-                self.last = trial.step if self.momentum else None
-                self._relax(
-                    (loss - trial.loss) / trial.predicted
-                    if trial.predicted > 0
-                    else 0.0,
-                    start,
-                )
-                return loss
-            if trial is not None and (
-                not self.adapt
-                or trial.predicted <= torch.finfo(linear.r.dtype).eps * loss
-            ):
-                break  # there is nothing to gain
+            lam = damping * (normal.mean or 1.0)
+            trial = self._try(here, normal, lam, last)
+            if trial is not None:
+                if trial.loss < (loss if self.adapt else math.inf):
+                    after, length = trial.loss, trial.length
+                    report = Report(
+                        loss, after, damping, lam, length, tries, True
+                    )
+                    return self._accept(report, trial)
+                if not self.adapt or trial.predicted <= least:
+                    break
             last = None  # a larger λ does not shorten what momentum adds
-            self.damping, self.growth = (
-                min(MOST, self.damping * self.growth),
-                2 * self.growth,
-            )
-        report = Report(loss, loss, self.damping, lam, 0.0, tries, False)
-        self.damping = min(MOST, 10 * start) if self.adapt else start
-        return self._refuse(report)
+            damping = min(MOST, damping * self.growth)
+            self.growth *= 2
+        if self.adapt:
+            self.damping = min(MOST, 10 * self.damping)
+        return self._refuse(Report(loss, loss, damping, lam, 0.0, tries))
 
     def _try(
-        self, linear: Linear, U: Operator, solve: Solve, last: Tensor | None
-    ) -> Trial:
-        """The best step at one λ: d, with its acceleration or without, and shorter ones where asked for."""
-        r = linear.r
-        # Momentum is SPRING (Goldshlager, Abrahamsen and Lin 2024, arXiv 2401.10190): the last step, and what that leaves.
-        d = (
-            solve(r)
-            if last is None
-            else self.momentum * last + solve(r - self.momentum * U.rmv(last))
-        )
-        Jd = U.rmv(d)
-        bends: list[Tensor | None] = [None]
+        self,
+        here: Linearization,
+        normal: NormalEquations,
+        lam: float,
+        last: Tensor | None,
+    ) -> Trial | None:
+        """The best step at this λ: d, d with its acceleration, and shorter ones on request."""
+        solve = normal.at(lam)
+        if solve is None:
+            return None
+        r, push = here.r, normal.U.rmv
+        if last is None:
+            d = solve(r)
+        else:  # SPRING (Goldshlager, Abrahamsen and Lin 2024, arXiv 2401.10190)
+            kept = self.momentum * last
+            d = kept + solve(r - push(kept))
+        Jd = push(d)
+        bends: list[Tensor | float] = [0.0]
         if self.acceleration:
-            c = (
-                2
-                / PROBE**2
-                * (linear.residuals(self.parameters.moved(PROBE * d)) - r + PROBE * Jd)
-            )
-            a = solve(c)
-            bends += [a] if a.norm() <= BEND * d.norm() else []
+            there = here.residuals(self.parameters.minus(PROBE * d))
+            a = solve(2 / PROBE**2 * (there - r + PROBE * Jd))
+            if a.norm() <= BEND * d.norm():
+                bends.append(a)
         trials = []
-        for length in LENGTHS if self.line_search else LENGTHS[:1]:
-            predicted = length * float(r @ Jd) - 0.5 * length**2 * float(Jd @ Jd)
-            for bend in bends:
-                step = (
-                    length * d if bend is None else length * d + 0.5 * length**2 * bend
-                )
-                values = self.parameters.moved(step)
-                there = linear.residuals(values)
-                trials.append(
-                    Trial(0.5 * float(there @ there), predicted, length, step, values)
-                )
+        lengths = LENGTHS if self.line_search else LENGTHS[:1]
+        for length, bend in product(lengths, bends):
+            step = length * d + 0.5 * length**2 * bend
+            there = here.residuals(self.parameters.minus(step))
+            predicted = length * float(r @ Jd) - 0.5 * length**2 * float(
+                Jd @ Jd
+            )
+            trial = Trial(0.5 * float(there @ there), predicted, length, step)
+            trials.append(trial)
         return min(
-            trials,
-            key=lambda trial: trial.loss if math.isfinite(trial.loss) else math.inf,
+            trials, key=lambda t: math.inf if math.isnan(t.loss) else t.loss
         )
 
-    def _relax(self, gain: float, start: float) -> None:
-        """Nielsen's rule: to a third where the gain is 1 or more, up where it is below ½; where r is linear, far down."""
-        factor = 1e-3 if abs(gain - 1) < 1e-3 else max(1 / 3, 1 - (2 * gain - 1) ** 3)
-        self.damping = (
-            min(MOST, max(LEAST, self.damping * factor)) if self.adapt else start
-        )
-        self.growth = 2.0
+    def _accept(self, report: Report, trial: Trial) -> float:
+        """Write the step into the model, and adapt the damping by Nielsen's rule.
+
+        The damping falls to a third where the gain is 1 or more, and rises where it is below ½.
+        Where the gain is 1 to three digits, r is linear, and the damping falls to a thousandth.
+        """
+        self.parameters.subtract(trial.step)
+        self.report, self.growth = report, 2.0
+        self.last = trial.step if self.momentum else None
+        if self.adapt:
+            fall = report.loss - report.after
+            gain = fall / trial.predicted if trial.predicted > 0 else 0.0
+            is_linear = abs(gain - 1) < 1e-3
+            factor = 1e-3 if is_linear else max(1 / 3, 1 - (2 * gain - 1) ** 3)
+            self.damping = min(MOST, max(LEAST, report.damping * factor))
+        return report.loss
 
     def _refuse(self, report: Report, why: str = "") -> float:
-        self.report, self.last, self.growth = report, None, 2.0
+        """Leave the parameters as they are, and say why, once."""
+        self.report, self.growth, self.last = report, 2.0, None
         if why and not self._warned:
             self._warned = True
             warn(
@@ -228,52 +223,42 @@ class LeastSquares:
             )
         return report.loss
 
-    def _batches(self, batches: tuple[Any, ...]) -> list[Batch]:
-        if self.several and len(batches) != len(self.terms):
+    def _split(self, batches: tuple[Any, ...]) -> list[Batch]:
+        """The batch of each term, as a tuple."""
+        given = batches if self.several else (batches,)
+        if len(given) != len(self.terms):
             raise ValueError(
-                f"step takes a batch for each of the {len(self.terms)} residual functions, not {len(batches)}"
+                f"step takes a batch for each of the {len(self.terms)} residual functions, not {len(given)}"
             )
-        split = (
-            [tuple(b) if isinstance(b, (tuple, list)) else (b,) for b in batches]
-            if self.several
-            else [batches]
-        )
+        split = [
+            tuple(b) if isinstance(b, (tuple, list)) else (b,) for b in given
+        ]
         for term, batch in zip(self.terms, split, strict=True):
             if any(has_samples(x) and not len(x) for x in batch):
                 raise ValueError(f"the batch of {term.name} is empty")
         return split
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, beside the parameters."""
-        state = {
-            "damping": self.damping,
-            "growth": self.growth,
-            "steps": self.steps,
-            "last": self.last,
-        }
+        """What a resumed fit needs beside the model's own state."""
+        state = {name: getattr(self, name) for name in STATE}
         return {**state, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, bit for bit on the same machine."""
-        if set(state) != set(self.state_dict()):
+        if set(state) != {*STATE, "generator"}:
             raise ValueError(
                 f"a LeastSquares has the state {', '.join(self.state_dict())}, and this has {', '.join(state)}"
             )
-        last = state["last"]
-        if last is not None and last.shape != (self.parameters.n,):
+        last, n = state["last"], self.parameters.n
+        if last is not None and last.shape != (n,):
             raise ValueError(
-                f"the state is that of {last.numel()} parameters, and the model has {self.parameters.n}"
+                f"the state is that of {last.numel()} parameters, and the model has {n}"
             )
-        self.damping, self.growth, self.steps = (
-            float(state["damping"]),
-            float(state["growth"]),
-            int(state["steps"]),
-        )
-        self.last = (
-            None
-            if last is None
-            else last.to(self.parameters.device, self.parameters.dtype, copy=True)
-        )
+        for name in STATE:
+            setattr(self, name, state[name])
+        if last is not None:
+            device, dtype = self.parameters.device, self.parameters.dtype
+            self.last = last.to(device, dtype, copy=True)
         self.generator.set_state(state["generator"].cpu())
 
 
@@ -283,9 +268,8 @@ def _check(
     sketch: object,
     memory: object,
     separate: object,
-    **switches: object,
 ) -> None:
-    """Options that are refused."""
+    """Refuse options that are not of their kind or range."""
     check_number("damping", damping, positive=True)
     check_number("momentum", momentum)
     if damping > MOST:
@@ -294,29 +278,29 @@ def _check(
         )
     if momentum >= 1:
         raise ValueError(f"momentum must be below 1, not {momentum!r}")
-    if sketch is not None and not isinstance(sketch, Sketch):
+    if not isinstance(sketch, Sketch | None):
         raise TypeError(
             f"sketch is one of seng.sketch, as in sketch=seng.sketch.CountSketch(512), not {sketch!r}"
         )
-    if memory is not None and (
-        not isinstance(memory, int) or isinstance(memory, bool) or memory < 1
-    ):
-        raise ValueError(f"memory is a number of bytes, at least 1, not {memory!r}")
-    if separate is not None and not isinstance(separate, bool):
+    if memory is not None and (type(memory) is not int or memory < 1):
+        raise ValueError(
+            f"memory is a number of bytes, at least 1, not {memory!r}"
+        )
+    if not isinstance(separate, bool | None):
         raise TypeError(
             f"separate is True, False, or None to find out, not {separate!r}"
         )
+
+
+def _check_switches(**switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} is True or False, not {value!r}")
 
 
 def _name(function: object, i: int, several: bool) -> str:
+    """What messages call a residual function."""
     name = getattr(function, "__name__", "<lambda>")
-    return (
-        f"residual '{name}'"
-        if name != "<lambda>"
-        else f"residual {i + 1}"
-        if several
-        else "the residual"
-    )
+    if name != "<lambda>":
+        return f"residual '{name}'"
+    return f"residual {i + 1}" if several else "the residual"

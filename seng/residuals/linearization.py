@@ -1,133 +1,115 @@
-"""r(θ) and U = Jᵀ (n, m), whose columns are the gradients of single residuals (the paper's eq. 5), within a memory budget.
+"""r(θ) of all terms, and U = Jᵀ (n, m): its columns are the gradients of single residuals (eq. 5).
 
-`Explicit` where J fits, else `Streamed`, which makes the rows of U again whenever they are asked for.
+U is kept as a matrix where it fits into the memory budget. Otherwise a `Linearization` is itself
+the operator U: it makes blocks of J again for each Gram, and products by differentiating r.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from seng.linalg.memory import size_of
 from seng.linalg.operators import Explicit, Operator, Shape
-from seng.metrics.memory import size_of
-from seng.residuals.jacobian import COPIES, Part
-from seng.residuals.terms import Batch, Parameters, Term, Values
+from seng.residuals.jacobian import COPIES, TermJacobian, pieces
+from seng.residuals.terms import Batch, Term, Values
 
 GRAMS = 3  # the Gram, its factor, and one in the making
-CHUNK = {
-    "cpu": 2**29,
-    "cuda": 2**32,
-}  # bytes of a chunk of J and of what it is made from: more is no faster
+CHUNK, GPU_CHUNK = 2**29, 2**32  # bytes for a chunk of J: more is no faster
 
 
-class Linear:
-    """All terms at θ."""
+def linearize(
+    terms: list[Term],
+    batches: list[Batch],
+    memory: int,
+) -> Linearization:
+    """All terms at the present θ, each on its batch, within this many bytes."""
+    parameters = terms[0].parameters
+    on_gpu = parameters.device.type == "cuda"
+    room = min(memory // 4, GPU_CHUNK if on_gpu else CHUNK)
+    now = parameters.minus(0.0)
+    pairs = zip(terms, batches, strict=True)
+    parts = [TermJacobian(term, batch, now, room) for term, batch in pairs]
+    r = torch.cat([part.r for part in parts])
+    return Linearization(r, parts, memory)
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        terms: list[Term],
-        batches: list[Batch],
-        memory: int,
-    ) -> None:
-        self.parameters, self.memory = parameters, memory
-        room = min(memory // 4, CHUNK.get(parameters.device.type, 2**29))
-        values = parameters.values()
-        self.parts = [
-            Part(term, batch, values, room)
-            for term, batch in zip(terms, batches, strict=True)
-        ]
-        self.sizes = [part.m for part in self.parts]
-        self.r = torch.cat([part.r for part in self.parts])  # (m,)
+
+@dataclass(frozen=True)
+class Linearization(Operator):
+    """The residuals r at θ, and U = Jᵀ without keeping it: blocks of J are made when needed."""
+
+    r: Tensor  # (m,)
+    parts: list[
+        TermJacobian
+    ]  # one per term; their residuals follow each other in r
+    memory: int  # bytes
+    width: int = 1  # columns of J that are made at a time
 
     @property
-    def m(self) -> int:
+    def values(self) -> Tensor:
+        return self.r
+
+    @property
+    def shape(self) -> Shape:
+        return (1, self.parts[0].parameters.n, 1)
+
+    @property
+    def samples(self) -> int:
+        """m: a column of U is the gradient of one residual."""
         return len(self.r)
 
     def residuals(self, values: Values) -> Tensor:
-        """r (m,) at other parameters."""
+        """r (m,) at other values of the parameters."""
         return torch.cat([part.residuals(values) for part in self.parts])
 
-    def chunks(self, columns: slice) -> Iterator[tuple[slice, Tensor]]:
-        """J[rows, columns], some rows after the other."""
-        start = 0
-        for part in self.parts:
-            for X in part.chunks(columns):
-                yield slice(start, start + len(X)), X
-                start += len(X)
-
-    def slab(self, columns: slice) -> Tensor:
+    def jacobian(self, columns: slice) -> Tensor:
         """J[:, columns] (m, w)."""
-        out = self.r.new_empty(self.m, columns.stop - columns.start)
-        for rows, X in self.chunks(columns):
-            out[rows] = X
-        return out
-
-    def pull(self, c: Tensor) -> Tensor:
-        """Jᵀc (n,)."""
-        total = self.r.new_zeros(self.parameters.n)
-        for part, own in zip(self.parts, c.split(self.sizes), strict=True):
-            total += part.pull(own)
-        return total
-
-    def push(self, z: Tensor) -> Tensor:
-        """Jz (m,)."""
-        return torch.cat([part.push(z).to(self.r.dtype) for part in self.parts])
+        J = self.r.new_empty(self.samples, columns.stop - columns.start)
+        for part, own in self._by_part(J):
+            for rows, X in part.chunks(columns):
+                own[rows] = X
+        return J
 
     def operator(self) -> Operator:
-        """U = Jᵀ: held where it fits."""
-        n, m, size = self.parameters.n, self.m, self.r.element_size()
-        gram = GRAMS * min(m, n) ** 2 * size
+        """U as a matrix where it fits into the budget, else this object."""
+        n, m = self.n, self.samples
+        gram = GRAMS * min(m, n) ** 2 * self.r.element_size()
         left = self.memory - gram
-        if left >= 1.5 * m * n * size:  # a half more for chunks in the making
-            return Explicit(self.slab(slice(0, n)).T, (1, n, 1))
-        width = left // (COPIES * m * size)
+        if (
+            left >= 1.5 * n * self.r.nbytes
+        ):  # a half more for chunks in the making
+            return Explicit(self.jacobian(slice(0, n)).T, self.shape)
+        width = left // (COPIES * self.r.nbytes)
         if width < 1:
             raise MemoryError(
                 f"{m} residuals and {n} parameters: the smaller of JJᵀ and JᵀJ needs {size_of(gram)} with its factor, and some "
                 f"columns of J beside it; the budget is {size_of(self.memory)}. Give fewer samples at a time, or more bytes "
                 "(LeastSquares(memory=…))"
             )
-        return Streamed(self.r.new_empty(0), self, width)
-
-
-@dataclass(frozen=True)
-class Streamed(Operator):
-    """U = Jᵀ that is never held: some of its rows at a time, made again for each pass."""
-
-    like: Tensor  # of the precision of the products
-    linear: Linear
-    width: int  # rows of U at a time
-
-    @property
-    def shape(self) -> Shape:
-        return (1, self.linear.parameters.n, 1)
-
-    @property
-    def samples(self) -> int:
-        return self.linear.m
+        return replace(self, width=width)
 
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        for start in range(0, self.n, self.width):
-            columns = slice(start, min(start + self.width, self.n))
-            yield columns, self.linear.slab(columns)
+        for columns in pieces(self.n, self.width):
+            yield columns, self.jacobian(columns)
+
+    def columns(self) -> Iterator[Tensor]:
+        for part in self.parts:
+            for _, X in part.chunks(slice(0, self.n)):
+                yield X.T
 
     def rmv(self, z: Tensor) -> Tensor:
-        return self.linear.push(z)
+        return torch.cat([part.push(z) for part in self.parts])
 
     def mv(self, c: Tensor) -> Tensor:
-        return self.linear.pull(c)
+        pulled = [part.pull(own) for part, own in self._by_part(c)]
+        return torch.stack(pulled).sum(0)
 
-    def outer(self) -> Tensor:
-        """UUᵀ = JᵀJ (n, n), in one pass over the residuals."""
-        total = self.like.new_zeros(self.n, self.n)
-        for _, X in self.linear.chunks(slice(0, self.n)):
-            total.addmm_(X.T, X)
-        return total
+    def explicit(self) -> Explicit:
+        raise MemoryError("the Jacobian does not fit into the memory budget")
 
     def scaled(self, scale: float | Tensor) -> Self:
         raise NotImplementedError(
@@ -138,3 +120,8 @@ class Streamed(Operator):
         raise NotImplementedError(
             "a Jacobian that is not held cannot be cut: give fewer samples"
         )
+
+    def _by_part(self, rows: Tensor) -> Iterator[tuple[TermJacobian, Tensor]]:
+        """Each term with its own of the m rows."""
+        sizes = [len(part.r) for part in self.parts]
+        return zip(self.parts, rows.split(sizes), strict=True)

@@ -1,10 +1,11 @@
-"""The damped normal equations (JᵀJ + λI)d = Jᵀr of a Gauss–Newton step, with U = Jᵀ (n, m) and g = Jᵀr = Ur.
+"""The damped normal equations (JᵀJ + λI)d = Jᵀr of a Gauss–Newton step, with U = Jᵀ (n, m).
 
-    m ≤ n       d = U(UᵀU + λI)⁻¹r        eqs. 7 to 9: since g = Ur, b = r − λ(UᵀU + λI)⁻¹r, and (g − Ub)/λ is this
+    m ≤ n       d = U(UᵀU + λI)⁻¹r        eqs. 7 to 9 for g = Ur, by Woodbury's formula
     m > n       d = (UUᵀ + λI)⁻¹Ur        the same d, through the smaller Gram
-    sketched    d = U(ΞᵀΞ + λI)⁻¹r        eqs. 11 to 13 with Ξ = ΩU, for the same reason
+    sketched    d = U(ΞᵀΞ + λI)⁻¹r        eqs. 11 to 13 with Ξ = ΩU, for g = Ur
 
-Written so, nothing is divided by λ: the difference in the printed (g − Ub̂)/λ cancels as λ falls.
+The paper prints d = (g − Ub)/λ with b = (UᵀU + λI)⁻¹Uᵀg. For g = Ur this is the first line, since
+b = r − λ(UᵀU + λI)⁻¹r. As λ falls, the printed difference cancels; here nothing is divided by λ.
 """
 
 from __future__ import annotations
@@ -14,27 +15,40 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from seng.linalg.operators import Explicit, Operator
-from seng.linalg.sketch import Omega, RowSample, Sketch
-from seng.residuals.linearization import Streamed
+from seng.linalg.operators import Operator
+from seng.linalg.sketch import Sketch
+from seng.residuals.jacobian import pieces
 
 Solve = Callable[[Tensor], Tensor]  # r (m,) -> d (n,)
 
 BLOCK = 128  # rows of a Gram at a time
 
 
-class Normal:
-    """A step's equations: the Gram is made once, and they are solved at any number of λ."""
+class NormalEquations:
+    """The equations of one step: the Gram is made once, and they are solved at any number of λ."""
 
-    def __init__(self, U: Operator, omega: Omega | None = None) -> None:
+    def __init__(
+        self,
+        U: Operator,
+        Xi: Operator | None = None,
+    ) -> None:
         self.U = U
-        self.Xi = U if omega is None else omega.of(U)
-        self.by_samples = omega is not None or U.samples <= U.n
-        self.gram = _gram(self.Xi, self.by_samples)
-        self.mean = float(self.gram.diagonal().mean())  # of its eigenvalues
+        self.Xi = Xi or U
+        self.by_samples = Xi is not None or U.samples <= U.n
+        size = U.n
+        blocks = U.columns()
+        if self.by_samples:
+            size = U.samples
+            blocks = (X for _, X in self.Xi.rows())
+        self.gram = U.tensors()[0].new_zeros(size, size)
+        for X in blocks:
+            add_lower_gram(self.gram, X)
+        self.mean = float(
+            self.gram.diagonal().mean()
+        )  # of the Gram's eigenvalues
 
     def at(self, lam: float) -> Solve | None:
-        """r -> d at this λ; None where no factorization was found, which a larger λ mends."""
+        """r -> d at this λ; None where Cholesky fails, which a larger λ mends."""
         shifted = self.gram.clone()
         shifted.diagonal().add_(lam)
         L, info = torch.linalg.cholesky_ex(shifted)
@@ -44,40 +58,40 @@ class Normal:
         def inverse(z: Tensor) -> Tensor:
             return torch.cholesky_solve(z[:, None], L)[:, 0]
 
-        # Each refines once, with J itself, since the Gram has the square of its condition: at λ/λ_max = 1e-12 the error falls
-        # from 2e-5 to 1e-9 (Björck's corrected seminormal equations).
+        # Both refine once with J itself, since the Gram squares J's condition: at λ/λ_max = 1e-12
+        # the error falls from 2e-5 to 1e-9 (Björck's corrected seminormal equations).
         def by_samples(r: Tensor) -> Tensor:
             b = inverse(r)
-            return self.U.mv(b + inverse(r - self.Xi.rmv(self.Xi.mv(b)) - lam * b))
+            left = r - self.Xi.rmv(self.Xi.mv(b)) - lam * b
+            return self.U.mv(b + inverse(left))
 
         def by_parameters(r: Tensor) -> Tensor:
             d = inverse(self.U.mv(r))
-            return d + inverse(self.U.mv(r - self.U.rmv(d)) - lam * d)
+            left = self.U.mv(r - self.U.rmv(d)) - lam * d
+            return d + inverse(left)
 
         return by_samples if self.by_samples else by_parameters
 
 
 def normal_equations(
-    U: Operator, sketch: Sketch | None, generator: torch.Generator
-) -> Normal:
-    """Those of U, sketched where asked for; a sketch as large as what it sketches is none."""
+    U: Operator,
+    sketch: Sketch | None,
+    generator: torch.Generator,
+) -> NormalEquations:
+    """The equations of U, sketched on request; a sketch as large as U is left out."""
     if sketch is None or sketch.covers(U.shape):
-        return Normal(U)
+        return NormalEquations(U)
     omega = sketch.draw(U, generator)
-    if isinstance(U, Streamed) and isinstance(omega, RowSample):
+    try:
+        return NormalEquations(U, omega.of(U))
+    except MemoryError:
         raise MemoryError(
             f"{sketch} needs the whole Jacobian, which does not fit: use CountSketch, or give more memory"
-        )
-    return Normal(U, omega)
+        ) from None
 
 
-def _gram(U: Operator, by_samples: bool) -> Tensor:
-    """UᵀU or UUᵀ; of what is held only the lower half, all that Cholesky reads, in little more than half the time."""
-    if isinstance(U, Streamed):
-        return U.gram() if by_samples else U.outer()
-    assert isinstance(U, Explicit)
-    X = U.U.T if by_samples else U.U
-    K = X.new_zeros(len(X), len(X))
-    for i in range(0, len(X), BLOCK):
-        K[i : i + BLOCK, : i + BLOCK] = X[i : i + BLOCK] @ X[: i + BLOCK].T
-    return K
+def add_lower_gram(K: Tensor, X: Tensor) -> None:
+    """K += XXᵀ in the lower half, which is all that Cholesky reads, in about half the time."""
+    for rows in pieces(len(K), BLOCK):
+        upto = slice(0, rows.stop)
+        K[rows, upto].addmm_(X[rows], X[upto].T)

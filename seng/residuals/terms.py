@@ -1,12 +1,12 @@
-"""Residuals r(θ) as functions of their parameters: what is fitted, how a user's function is called with other values of it.
+"""The parameters θ that are fitted, and residual functions r(θ) that can be called at any θ.
 
-`Parameters` is θ, a module's trainable tensors or a dictionary's; `Term` is one residual function, called through
-`torch.func.functional_call`, so that no trial ever touches the model.
+`Parameters` holds a module's trainable tensors, or a dictionary's. A `Term` is one residual
+function. It is called through `torch.func.functional_call`, so that no trial changes the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,14 @@ Residual = Callable[..., Tensor]
 
 
 class Parameters:
-    """What is fitted; θ (n,) is all of it in a row."""
+    """The tensors that are fitted. θ (n,) is all of them, flattened, one after the other."""
 
     def __init__(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         self.module = model if isinstance(model, nn.Module) else None
-        if isinstance(model, nn.Module):
+        if self.module is not None:
+            named = self.module.named_parameters()
             self.tensors: Values = {
-                name: p for name, p in model.named_parameters() if p.requires_grad
+                name: p for name, p in named if p.requires_grad
             }
         elif isinstance(model, Mapping):
             self.tensors = dict(model)
@@ -37,25 +38,17 @@ class Parameters:
                 f"model is an nn.Module or a dictionary of tensors, not {type(model).__name__}"
             )
         for name, p in self.tensors.items():
-            if not isinstance(p, Tensor) or not p.is_floating_point():
-                kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-                raise TypeError(
-                    f"parameter '{name}' is {kind}: what is fitted are tensors of real floating-point numbers"
-                )
+            _check_tensor(name, p)
+        self.n = sum(p.numel() for p in self.tensors.values())
+        self.all = slice(0, self.n)
         if not self.n:
             raise ValueError(
                 "there is nothing to fit: the model has no trainable parameters"
             )
         if len({p.device for p in self.tensors.values()}) > 1:
-            raise ValueError("the parameters lie on several devices: move them to one")
-
-    @property
-    def sizes(self) -> list[int]:
-        return [p.numel() for p in self.tensors.values()]
-
-    @property
-    def n(self) -> int:
-        return sum(self.sizes)
+            raise ValueError(
+                "the parameters lie on several devices: move them to one"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -63,67 +56,65 @@ class Parameters:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of J and of the solve: float64, whatever the model has, where the device has it."""
+        """The precision of J and of the solve: float64 for any model, where the device has it."""
         return widest(next(iter(self.tensors.values())))
 
-    def values(self) -> Values:
-        """θ as it is, apart from any graph."""
-        return {name: p.detach() for name, p in self.tensors.items()}
+    def theta(self) -> Tensor:
+        """θ (n,) as it is now."""
+        rows = [p.detach().flatten() for p in self.tensors.values()]
+        return torch.cat(rows).to(self.dtype)
 
-    def moved(self, d: Tensor) -> Values:
-        """θ − d, rounded once."""
-        parts = self.split(d)
-        return {
-            name: (p.detach().to(d.dtype) - parts[name]).to(p.dtype)
-            for name, p in self.tensors.items()
-        }
+    def places(self, entries: slice) -> dict[str, slice]:
+        """Where these entries of θ stand: in which tensors, and which of each tensor's own."""
+        places = {}
+        start = 0
+        for name, p in self.tensors.items():
+            first = max(entries.start - start, 0)
+            last = min(entries.stop - start, p.numel())
+            if first < last:
+                places[name] = slice(first, last)
+            start += p.numel()
+        return places
 
-    def split(self, z: Tensor) -> Values:
-        """z (n,) as one tensor for each parameter."""
-        return {
-            name: part.view_as(p)
-            for (name, p), part in zip(
-                self.tensors.items(), z.split(self.sizes), strict=True
-            )
-        }
+    def values(self, entries: slice, given: Tensor) -> Values:
+        """All parameters: these entries of θ as given, the others as they are now."""
+        values = {name: p.detach() for name, p in self.tensors.items()}
+        places = self.places(entries)
+        parts = given.split(
+            [place.stop - place.start for place in places.values()]
+        )
+        for (name, place), part in zip(places.items(), parts, strict=True):
+            p = values[name]
+            if len(part) < p.numel():
+                row = p.flatten().to(given)
+                part = row.slice_scatter(part, 0, place.start, place.stop)
+            values[name] = part.view_as(p).to(p)
+        return values
+
+    def minus(self, d: Tensor | float) -> Values:
+        """θ − d for d (n,), rounded once to the precision of each parameter."""
+        return self.values(self.all, self.theta() - d)
 
     @torch.no_grad()
-    def set(self, values: Values) -> None:
-        for name, p in self.tensors.items():
-            p.copy_(values[name])
+    def subtract(self, d: Tensor) -> None:
+        """Write θ − d into the model."""
+        for name, value in self.minus(d).items():
+            self.tensors[name].copy_(value)
 
-    def row(self, parts: Iterable[Tensor | None]) -> Tensor:
-        """The way back, one tensor for each parameter or None, which is zero."""
-        pairs = zip(self.tensors.values(), parts, strict=True)
-        return torch.cat(
-            [
-                (torch.zeros_like(p) if part is None else part)
-                .detach()
-                .flatten()
-                .to(self.dtype)
-                for p, part in pairs
-            ]
+
+def _check_tensor(name: str, p: object) -> None:
+    if not isinstance(p, Tensor) or not p.is_floating_point():
+        kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
+        raise TypeError(
+            f"parameter '{name}' is {kind}: what is fitted are tensors of real floating-point numbers"
         )
-
-    def within(self, columns: slice) -> list[tuple[str, slice, slice]]:
-        """The tensors that columns of J belong to: name, entries of the tensor, columns counted from the first of them."""
-        found, start = [], 0
-        for name, size in zip(self.tensors, self.sizes, strict=True):
-            first, last = max(columns.start, start), min(columns.stop, start + size)
-            if first < last:
-                found.append(
-                    (
-                        name,
-                        slice(first - start, last - start),
-                        slice(first - columns.start, last - columns.start),
-                    )
-                )
-            start += size
-        return found
 
 
 class _Bound(nn.Module):
-    """The residual as a module around the model: `functional_call` swaps its parameters, and the residual sees a real model."""
+    """The residual as a module around the model, whose parameters `functional_call` can replace.
+
+    The residual function then sees the user's own model, and may read its attributes.
+    """
 
     def __init__(self, model: nn.Module, function: Residual) -> None:
         super().__init__()
@@ -135,15 +126,15 @@ class _Bound(nn.Module):
 
 
 @dataclass(frozen=True)
-class Order:
-    """How a batch's residuals come from those s (B, k) of its samples: r = factor · s, by rows or, `by_output`, by columns.
+class Layout:
+    """Where the residuals s (B, k) of single samples stand in their batch's: r[places] = factor·s.
 
-    The factor is 1, or what residuals have that are divided by the number of samples or its root.
+    The factor is not 1 where residuals are divided by the number of samples, or by its root.
     """
 
+    places: Tensor  # (B, k)
     factor: float
-    by_output: bool
-    bytes: int  # that a gradient of one sample allocates
+    bytes: int  # that the gradient of one sample allocates
 
 
 @dataclass
@@ -153,11 +144,13 @@ class Term:
     name: str
     function: Residual
     parameters: Parameters
-    separate: bool | None  # None: to be found out
-    orders: dict[object, Order] = field(
+    separate: bool | None  # whether samples separate; None: not known yet
+    layouts: dict[object, Layout] = field(
         default_factory=dict
-    )  # by shapes and modes, where the samples separate
-    batched: bool = True  # whether several products of its graph can be taken at once
+    )  # where they do
+    batched: bool = (
+        True  # whether vmap has been able to differentiate it so far
+    )
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -170,24 +163,28 @@ class Term:
     @property
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode: a BatchNorm then mixes samples."""
-        module = self.parameters.module
-        return (
-            () if module is None else tuple(part.training for part in module.modules())
-        )
+        modules = [] if self.bound is None else self.bound.modules()
+        return tuple(module.training for module in modules)
+
+    def call(self, values: Values, batch: Batch) -> Tensor:
+        """What the function returns at these values of the parameters."""
+        if self.bound is None:
+            return self.function(dict(values), *batch)
+        swapped = {f"model.{name}": value for name, value in values.items()}
+        r: Tensor = functional_call(self.bound, swapped, batch)
+        return r
 
     def __call__(self, values: Values, batch: Batch) -> Tensor:
-        """r (m,)."""
-        r: object = self._call(values, batch)
+        """r (m,), or an error that says why the function's result is no vector of residuals."""
+        r: object = self.call(values, batch)
         if not isinstance(r, Tensor):
             raise TypeError(
                 f"{self.name} returned {type(r).__name__}: it must return a tensor, the vector of residuals"
             )
         if r.dim() != 1:
-            hint = (
-                "return the residuals themselves, not the sum of their squares"
-                if r.dim() == 0
-                else "use .flatten()"
-            )
+            hint = "use .flatten()"
+            if r.dim() == 0:
+                hint = "return the residuals themselves, not the sum of their squares"
             raise ValueError(
                 f"{self.name} returned a tensor of shape {tuple(r.shape)}: it must return a vector (m,); {hint}"
             )
@@ -196,48 +193,12 @@ class Term:
                 f"{self.name} returned {r.dtype}: residuals are real floating-point numbers"
             )
         if not r.numel():
-            raise ValueError(f"{self.name} returned no residuals: is its batch empty?")
-        return r
-
-    def one(self, values: Values, batch: Batch) -> Callable[..., Tensor]:
-        """(some of the values, *sample) -> the residuals (k,) of one sample, or (), where `squeeze` made a number of them."""
-        has = [has_samples(x) for x in batch]
-
-        def alone(chosen: Values, *sample: Any) -> Tensor:
-            return self._call(
-                {**values, **chosen},
-                tuple(x[None] if h else x for x, h in zip(sample, has, strict=True)),
-            ).flatten()
-
-        return alone
-
-    def _call(self, values: Values, batch: Batch) -> Tensor:
-        if self.bound is None:
-            return self.function(dict(values), *batch)
-        r: Tensor = functional_call(
-            self.bound,
-            {f"model.{name}": value for name, value in values.items()},
-            batch,
-        )
+            raise ValueError(
+                f"{self.name} returned no residuals: is its batch empty?"
+            )
         return r
 
 
 def has_samples(x: object) -> bool:
-    """Whether its first dimension counts samples; numbers and tensors without dimensions are the same for all."""
+    """Whether dimension 0 counts samples. Numbers and 0-d tensors are the same for all samples."""
     return isinstance(x, Tensor) and x.dim() > 0
-
-
-def samples_of(batch: Batch) -> int | None:
-    """B, where all tensors agree on it."""
-    sizes = {len(x) for x in batch if has_samples(x)}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def some(batch: Batch, index: Tensor | slice) -> Batch:
-    """Samples of a batch; what is the same for all stays."""
-    return tuple(x[index].detach() if has_samples(x) else x for x in batch)
-
-
-def dims(batch: Batch) -> tuple[int | None, ...]:
-    """What `vmap` goes over."""
-    return tuple(0 if has_samples(x) else None for x in batch)
