@@ -1,4 +1,6 @@
-"""What users are told, each thing once: which parameters take the plain gradient and why, and what went wrong on the way."""
+"""What users are told, each thing once: which parameters take the plain gradient and why, and what
+went wrong on the way.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +8,23 @@ import sys
 import warnings
 from collections.abc import Mapping
 
-from seng.layers.kinds import ON_REQUEST
-from seng.linalg.sketch import Sketch
-from seng.metrics.plan import Dims
-
 
 class Notices:
-    """Warnings that are given once; with `strict`, what leaves a parameter to the plain gradient is an error."""
+    """Warnings that are given once; with `strict`, what leaves a parameter to the plain gradient is
+    an error.
+    """
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
         self.given: set[str] = set()
 
     def uncovered(self, reasons: Mapping[str, str]) -> None:
-        """Parameters without a block, and why; those that were left out on request are not mentioned."""
-        unasked = {name: why for name, why in reasons.items() if why != ON_REQUEST}
-        if unasked:
+        """Parameters without curvature, and why."""
+        if reasons:
+            listing = listed(reasons)
             self._refuse(
                 "uncovered",
-                f"these parameters take the plain gradient: {listed(unasked)}",
+                f"these parameters take the plain gradient: {listing}",
             )
 
     def plain(self, layer: str, why: str) -> None:
@@ -47,22 +47,9 @@ class Notices:
             "changed after the backward; its curvature is that of the captured part",
         )
 
-    def sketch(self, sketch: Sketch | None, d: Dims) -> None:
-        if sketch is not None and d.own is None and sketch.exceeds(d.shape):
-            what = "it" if sketch.covers(d.shape) else "that side of it"
-            self._once(
-                "sketch",
-                f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}: {what} is then taken exactly",
-            )
-
-    def traffic(self, k: int, every: int) -> None:
-        """Refreshes that send more than training itself does."""
-        if k > every:
-            self._once(
-                "traffic",
-                f"a basis of {k} directions every {every} steps is {k / every:.1f} gradients per step between ranks, more than "
-                "training itself sends: refresh less often, keep fewer directions, or give Curvature(traffic=…) a limit",
-            )
+    def remark(self, message: str) -> None:
+        """What a metric has to say of a layer, the first time."""
+        self._once("remark", message)
 
     def renewed(self, strategy: str, had_any: bool) -> None:
         """Ranks that cannot go on with what each of them loaded."""
@@ -126,8 +113,8 @@ def listed(reasons: Mapping[str, str], most: int = 5) -> str:
 def warn(message: str) -> None:
     """A warning that points to the user's own line, past ours and torch's."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[
-        0
-    ] in ("seng", "torch"):
+    while frame.f_back is not None and frame.f_globals.get(
+        "__name__", ""
+    ).split(".")[0] in ("seng", "torch"):
         frame, level = frame.f_back, level + 1
     warnings.warn(f"seng: {message}", stacklevel=level)

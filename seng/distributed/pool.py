@@ -1,17 +1,23 @@
-"""One U from the samples of all ranks, for the `shared` strategy: U = [U_1, …, U_𝓜]/√𝓜, as k combinations of its columns.
+"""One U from the samples of all ranks, for the `shared` strategy.
 
-Of each layer, every rank sends Ξ_i = ΩU_i to the layer's owner, Ω drawn alike on all ranks. The owner finds the leading
-directions V of the whole Gram ΞᵀΞ, cross terms between ranks included, and sends each rank its rows V_i. The sum of U_iV_i over
-ranks is then Y = UV, the same on all of them. Ω only chooses the subspace. Where all columns are kept, V = I: nothing is lost.
+    U = [U_1, …, U_𝓜]/√𝓜,   Y = (UV)ᵀ = Σ_i (U_i V_i)ᵀ/√𝓜
 
-Sent per refresh: k·n numbers of a layer in a reduction, in half precision where the network is trained so; and q·ϱ_i + k·ϱ
-numbers to and from its owner.
+V (ϱ, k) are the leading directions of the whole Gram, cross terms between ranks included. Each
+layer has a rank that owns it. Every rank sends the owner Ξ_i = ΩU_i, with Ω drawn alike on all
+ranks. The owner finds V from ΞᵀΞ and sends each rank its rows V_i. Then Y is a sum over ranks, the
+same on all of them. Ω only chooses the subspace. Where all columns are kept, V = I, and nothing is
+lost.
+
+Sent per refresh and layer: k·n numbers in a reduction, in half precision where the network is
+trained so; and q·ϱ_i + k·ϱ numbers to and from its owner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,9 +27,10 @@ from seng.distributed.team import Team
 from seng.linalg.implicit import Implicit
 from seng.linalg.numerics import spectrum, start, widest
 from seng.linalg.operators import Operator, Shape
-from seng.linalg.sketch import CountSketch, Identity, LeverageRows, Omega, Sketch
+from seng.linalg.sketch import IDENTITY, CountSketch, Omega, Sketch
 
-EXACT = 2048  # rows up to which a layer is not sketched to choose its directions, and to which it is
+EXACT = 2048  # rows beyond which our own sketch chooses the directions, and its size
+ADDING = "adding up the ranks' bases"
 
 
 @dataclass
@@ -35,164 +42,126 @@ class Share:
     rank: int  # k
     generator: Callable[[], torch.Generator]  # the same on all ranks
     V: Tensor | None = None  # this rank's rows, (ϱ_i, k)
-
-    @property
-    def samples(self) -> int:
-        return sum(self.counts)
+    Xi: Tensor = field(init=False)  # ΩU_i (q, ϱ_i), while V is being found
 
     @property
     def whole(self) -> bool:
         """Whether all columns are kept."""
-        return self.rank >= self.samples
+        return self.rank >= sum(self.counts)
 
     def part(self, team: Team) -> Tensor:
         """This rank's part of Y (k, n)."""
-        if not self.whole:
-            assert self.V is not None
-            return self.U.combine(self.V.to(self.U.dtype))
-        Y = torch.zeros(
-            self.samples,
-            self.U.n,
-            dtype=self.U.dtype,
-            device=self.U.tensors()[0].device,
-        )
+        U = self.U
+        if self.V is not None:
+            return U.combine(self.V.to(U.dtype))
+        Y = U.values.new_zeros(sum(self.counts), U.n, dtype=U.dtype)
         first = sum(self.counts[: team.rank])
-        Y[first : first + self.U.samples] = self.U.explicit().U.T
+        Y[first : first + U.samples] = U.explicit().U.T
         return Y
 
 
 def empty(shape: Shape, dtype: torch.dtype, device: torch.device) -> Operator:
     """U of a rank without samples."""
     h, n_G, n_A = shape
-    return Implicit(
-        *(torch.zeros(0, h, n, 1, dtype=dtype, device=device) for n in (n_G, n_A))
-    )
+    G = torch.zeros(0, h, n_G, 1, dtype=dtype, device=device)
+    return Implicit(G, G.new_zeros(0, h, n_A, 1))
 
 
 def pooled(
-    team: Team, shares: Sequence[Share], sketch: Sketch | None, half: bool = False
+    team: Team,
+    shares: Sequence[Share],
+    sketch: Sketch | None,
+    half: bool = False,
 ) -> list[Tensor]:
     """Y (k, n) of each layer, alike on all ranks; `half` sends it in half precision."""
     for share in shares:
         share.U = share.U.scaled(team.size**-0.5)
-    _find_directions(team, [share for share in shares if not share.whole], sketch)
-    out = [share.part(team) for share in shares]
-    if not half or not team.many:
-        team.sum_(out, "adding up the ranks' bases")
-        return out
-    sizes = torch.stack(
-        [Y.abs().amax() if Y.numel() else Y.new_zeros(()) for Y in out]
-    ).nan_to_num(0, 0, 0)
+    cut = [share for share in shares if not share.whole]
+    if cut:
+        _find_directions(team, cut, sketch)
+    parts = [share.part(team) for share in shares]
+    if half and team.many:
+        return _sum_in_half(team, parts)
+    team.sum_(parts, ADDING)
+    return parts
+
+
+def _sum_in_half(team: Team, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The sums over ranks, sent as float16 numbers of at most 1, so that none overflows."""
+    largest = [Y.abs().amax() if Y.numel() else Y.new_zeros(()) for Y in parts]
+    sizes = torch.stack(largest).nan_to_num(0, 0, 0)
     team.max_(sizes, "comparing the ranks' bases")
-    scales = torch.where(sizes > 0, sizes, 1).unbind()
-    small = [
-        (Y / scale).to(torch.float16) for Y, scale in zip(out, scales, strict=True)
-    ]  # of at most 1, so that no sum overflows
-    team.sum_(small, "adding up the ranks' bases")
-    return [Y.to(scale.dtype) * scale for Y, scale in zip(small, scales, strict=True)]
+    scales = torch.where(sizes > 0, sizes, 1)
+    pairs = zip(parts, scales, strict=True)
+    small = [(Y / scale).to(torch.float16) for Y, scale in pairs]
+    team.sum_(small, ADDING)
+    pairs = zip(small, scales, strict=True)
+    return [Y.to(scale.dtype) * scale for Y, scale in pairs]
 
 
 def _find_directions(
     team: Team, shares: Sequence[Share], sketch: Sketch | None
 ) -> None:
-    """V_i of every layer: layers are dealt out to the ranks, which work them out for all."""
-    if not shares:
-        return
-    like = shares[0].U.tensors()[0]
-    dtype = torch.promote_types(
-        max((s.U.dtype for s in shares), key=lambda t: t.itemsize), torch.float32
-    )
-    owned = [shares[rank :: team.size] for rank in range(team.size)]
-    seen = {id(s): _seen(team, s, sketch).to(dtype) for s in shares}  # Ξ_i (q, ϱ_i)
+    """V_i of every layer. Layers are dealt out to the ranks, which find V for all."""
+    dtype = max([share.U.dtype for share in shares], key=lambda t: t.itemsize)
     for share in shares:
+        Xi = _omega(team, share, sketch).of(share.U).explicit().U
+        share.Xi = Xi.to(dtype)
         share.rank = min(
-            share.rank, len(seen[id(share)])
-        )  # no more directions than a sketch has rows
-    flat = [_joined([seen[id(s)] for s in theirs], like, dtype) for theirs in owned]
+            share.rank, len(Xi)
+        )  # a sketch has no more directions
+    ranks = range(team.size)
+    owned = [shares[rank :: team.size] for rank in ranks]
     mine = owned[team.rank]
+    none = shares[0].Xi.new_empty(0)
+    sketches = [[s.Xi for s in theirs] for theirs in owned]
+    sizes = [[len(s.Xi) * s.counts[rank] for s in mine] for rank in ranks]
+    came = team.exchanged(
+        sketches, sizes, none, "gathering the ranks' sketches"
+    )
+    arrived = zip(mine, *came, strict=True)
+    found = [_directions(share, parts) for share, *parts in arrived]
+    rows = [[V[rank] for V in found] for rank in ranks]
     sizes = [
-        sum(seen[id(s)].shape[0] * s.counts[rank] for s in mine)
-        for rank in range(team.size)
+        [s.counts[team.rank] * s.rank for s in theirs] for theirs in owned
     ]
-    came = [
-        _cut(part, [(len(seen[id(s)]), s.counts[rank]) for s in mine])
-        for rank, part in enumerate(
-            team.exchanged(flat, sizes, "gathering the ranks' sketches")
-        )
-    ]
-    found = [  # V (ϱ, k), from Ξ (q, ϱ), cut into the rows of each rank
-        _leading(torch.cat(Xi, 1), share.rank, share.generator).split(share.counts)
-        for share, *Xi in zip(mine, *came, strict=True)
-    ]
-    rows = [_joined([V[rank] for V in found], like, dtype) for rank in range(team.size)]
-    sizes = [sum(s.counts[team.rank] * s.rank for s in theirs) for theirs in owned]
-    back = team.exchanged(rows, sizes, "dealing out the directions")
-    for theirs, part in zip(owned, back, strict=True):
-        for share, V in zip(
-            theirs,
-            _cut(part, [(s.counts[team.rank], s.rank) for s in theirs]),
-            strict=True,
-        ):
-            share.V = V
+    back = team.exchanged(rows, sizes, none, "dealing out the directions")
+    for share, part in zip(chain(*owned), chain(*back), strict=True):
+        share.V = part.view(-1, share.rank)
+        del share.Xi
 
 
-def _seen(team: Team, share: Share, sketch: Sketch | None) -> Tensor:
-    """Ξ_i = ΩU_i (q, ϱ_i)."""
-    return _omega(team, share, sketch).of(share.U).explicit().U
+def _directions(share: Share, parts: Sequence[Tensor]) -> Any:
+    """V_i (ϱ_i, k) of every rank from their Ξ_i (q, ϱ_i), which are flattened."""
+    q = len(share.Xi)
+    Xi = torch.cat([part.view(q, -1) for part in parts], 1)
+    V = _leading(Xi, share.rank, share.generator())
+    return V.split(share.counts)
 
 
 def _omega(team: Team, share: Share, sketch: Sketch | None) -> Omega:
     """The user's sketch, or one of our own where the layer is large."""
-    U = share.U
-    sketch = CountSketch(EXACT) if sketch is None else sketch
-    if sketch.covers(U.shape):
-        return Identity()
-    if not isinstance(sketch, LeverageRows):
-        return sketch.draw(U, share.generator())
-    norms = U.row_norms()
-    team.sum_([norms], "adding up row norms")
-    return sketch.draw(_WithNorms(U, norms), share.generator())  # type: ignore[arg-type]
+    sketch = sketch or CountSketch(EXACT)
+    if sketch.covers(share.U.shape):
+        return IDENTITY
+    add = partial(team.sum_, what="adding up row norms")
+    return sketch.draw_alike(share.U, share.generator(), add)
 
 
-class _WithNorms:
-    """An operator whose rows have the norms of all ranks'."""
+def _leading(Xi: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """V (ϱ, k): leading right singular vectors of Ξ (q, ϱ), nan where Ξ is not finite.
 
-    def __init__(self, U: Operator, norms: Tensor) -> None:
-        self.U, self.norms = U, norms
-
-    def row_norms(self) -> Tensor:
-        return self.norms
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.U, name)
-
-
-def _leading(Xi: Tensor, k: int, generator: Callable[[], torch.Generator]) -> Tensor:
-    """V (ϱ, k): leading right singular vectors of Ξ (q, ϱ), by the smaller of its two Grams; not finite where Ξ is not."""
+    They come from the smaller of its two Grams.
+    """
     tall = Xi.shape[0] >= Xi.shape[1]
-    K = (Xi.mT @ Xi if tall else Xi @ Xi.mT).to(widest(Xi))
+    K = Xi.mT @ Xi if tall else Xi @ Xi.mT
     fine = K.isfinite().all()
-    K = torch.where(fine, K, 0)[None]
-    k = min(k, K.shape[-1])
-    values, W = spectrum(K, k, start(K, k, generator()))
-    V = W[0].to(Xi.dtype)
+    K = torch.where(fine, K, 0).to(widest(Xi))[None]
+    values, W = spectrum(K, k, start(K, k, generator))
+    values, V = values[0], W[0]
     if not tall:
-        there = (
-            values[0] > len(Xi) * torch.finfo(Xi.dtype).eps * values[0, :1]
-        )  # the others are rounding
-        scale = torch.where(there, values[0], 1).rsqrt() * there
-        V = Xi.nan_to_num(0, 0, 0).mT @ (W[0] * scale).to(Xi.dtype)
-    return torch.where(fine, V, torch.nan)
-
-
-def _joined(parts: Sequence[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
-    return (
-        torch.cat([part.reshape(-1) for part in parts])
-        if parts
-        else like.new_empty(0, dtype=dtype)
-    )
-
-
-def _cut(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    parts = flat.split([rows * columns for rows, columns in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        smallest = len(Xi) * torch.finfo(Xi.dtype).eps * values[:1]
+        there = values > smallest  # the others are rounding
+        scale = torch.where(there, values, 1).rsqrt() * there
+        V = Xi.nan_to_num(0, 0, 0).mT @ (V * scale).to(Xi.dtype)
+    return torch.where(fine, V.to(Xi.dtype), torch.nan)

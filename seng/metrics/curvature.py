@@ -1,4 +1,6 @@
-"""Curvature: which approximation of the Fisher matrix a block keeps, as one frozen value that is checked when it is made."""
+"""Curvature: which approximation of the Fisher matrix a layer keeps, as one frozen value that is
+checked when it is made.
+"""
 
 from __future__ import annotations
 
@@ -11,59 +13,75 @@ from seng.linalg.sketch import Sketch
 Form = Literal["auto", "explicit", "implicit", "merged", "plain"]
 Combine = Literal["exact", "independent"]
 Blocks = Literal["layer", "network"]
-Metric = Literal["identity", "kronecker", "diagonal"]
-Units = Literal["sgd", "paper"]
-BASE_RANK = 32  # where SENG chooses: more costs more and gained nothing on digits and the small race
-PLAIN_REFUSES = (
-    "samples",
-    "sketch",
-    "combine",
-    "decay",
-    "fisher",
-    "blocks",
-    "memory",
-    "base",
-    "graft",
-)  # what it would ignore
+Base = Literal["identity", "kronecker"]
+BASE_RANK = (
+    32  # the default's: more gained nothing on digits and the small race
+)
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "form": get_args(Form),
+    "combine": get_args(Combine),
+    "fisher": get_args(Fisher),
+    "blocks": get_args(Blocks),
+    "base": get_args(Base),
+    "relative_damping": (True, False),
+    "loss": (None, *get_args(Loss)),
+    "graft": (None, True, False),
+}
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """How U is sampled, kept and used. These defaults are low rank over λI, the paper's family; SENG without a curvature takes
+    """How U is sampled, kept and used.
 
-    Curvature(base="kronecker", rank=0, base_rank=32), a metric alone (`usual` of the ranks). Defaults and the reason for each:
+    These defaults are low rank over λI, the paper's family. SENG without a curvature takes
+    Curvature(base="kronecker", rank=0, base_rank=32), the Kronecker metric alone. Each field and
+    the reason for its default:
 
-    form="auto"            plans per layer from its shape; see `seng.explain`. "plain" keeps no curvature: d = g, which
-                           with `orthogonal=True` is Muon's step and got further than any curvature (docs/race.md)
-    samples=None           ϱ: the first so many of the step's samples, ϱ/𝓜 on each of 𝓜 ranks; None takes all, since they
-                           cost no extra backward
-    rank=16                r of the implicit form and width k of the merged basis, which holds k·n numbers; more gained little
-                           (docs/race.md); more than exists means exact; None keeps as many as the direction needs; 0, with a
-                           base, is P alone
+    form="auto"            plans per layer from its shape; see `seng.explain`. "plain" keeps no
+                           curvature:
+                           d = g, which with `orthogonal=True` is Muon's step (docs/race.md)
+    samples=None           ϱ: the first so many of the step's samples, ϱ/𝓜 on each of 𝓜 ranks; None
+                           takes all,
+                           since they cost no extra backward
+    rank=16                r of the implicit form and width k of the merged basis, which holds k·n
+                           numbers;
+                           more gained little (docs/race.md). More than exists means exact; 0, with
+                           a base, is the base alone
     sketch=None            exact products; a `seng.sketch` trades accuracy for a cheaper refresh
     combine="exact"        Uc by eq. 22; "independent" is the paper's cheap eq. 23, for its tables
-    decay=None             0.8 where the form can accumulate: one batch is too noisy; 0 (each refresh replaces U) is the paper's
-    relative_damping=True  λ = damping × the block's largest eigenvalue (of P alone: the mean one, which λ bounds all of them
-                           by), so that one value fits every layer and loss scale
-    fisher="empirical"     u_i from the training loss, as the backward has them (the paper); "gauss-newton" from the output's
-                           Jacobian and "sampled" from labels drawn from the model, by backwards of their own on refresh steps
-    loss=None              which loss those two assume at the output (seng/layers/fisher.py): "squares" for "gauss-newton",
-                           "cross-entropy" for "sampled", unless it is given; "bernoulli" is the third
-    blocks="layer"         one block per layer (the paper); "network" is one for all of them (seng/metrics/network.py)
-    memory=None            bytes, or a fraction of the free memory, that the curvature may occupy; None sets no limit
-    base="identity"        P of UUᵀ + λP (base.py): I is the paper's; "kronecker" and "diagonal" also tell apart what lies
-                           outside the span of U. Layers without factors take "diagonal" where "kronecker" is asked for
-    power=0.5              p of P = C^p: 1 is K-FAC's metric, 1/2 its square root (of the diagonal: Adam's)
-    base_rank=128          directions kept of each Kronecker factor, all others being one constant; all of a smaller factor
-    graft=None             whether a layer's direction is scaled to the length of its plain gradient, so that SGD's lr carries
-                           over: with a base it is, unless False
-    traffic=None           gradients per step that ranks which share a basis may send for it, on average: k ≤ traffic·T, to be
-                           weighed against the network between them; None sets no limit
+    decay=None             0.8 where the form can accumulate: one batch is too noisy; 0 (each
+                           refresh
+                           replaces U) is the paper's
+    relative_damping=True  λ = damping × the layer's largest eigenvalue (of a Kronecker metric
+                           alone: the
+                           mean one), so that one value fits every layer and loss scale
+    fisher="empirical"     u_i from the training loss, as the backward has them (the paper); "gauss-
+                           newton"
+                           from the output's Jacobian and "sampled" from labels drawn from the
+                           model, by backwards of their own on refresh steps
+    loss=None              which loss those two assume at the output (seng/layers/fisher.py):
+                           "squares" for
+                           "gauss-newton", "cross-entropy" for "sampled"; "bernoulli" is the third
+    blocks="layer"         one block per layer (the paper); "network" is one for all
+                           (metrics/network.py)
+    memory=None            bytes, or a fraction of the free memory, that the curvature may occupy;
+                           more is
+                           refused, with what would fit. None sets no limit
+    base="identity"        P of UUᵀ + λP: I is the paper's; "kronecker" (metrics/kronecker.py) also
+                           tells
+                           apart what lies outside the span of U. Layers without factors have a
+                           diagonal one
+    power=0.5              p of P = C^p: 1 is K-FAC's metric, 1/2 its square root
+    base_rank=128          directions kept of each Kronecker factor, all others being one constant
+    graft=None             whether a layer's direction is scaled to the length of its gradient, so
+                           that
+                           SGD's lr carries over: with a base it is, unless False
     """
 
     form: Form = "auto"
     samples: int | None = None
-    rank: int | None = 16
+    rank: int = 16
     sketch: Sketch | None = None
     combine: Combine = "exact"
     decay: float | None = None
@@ -71,122 +89,115 @@ class Curvature:
     fisher: Fisher = "empirical"
     blocks: Blocks = "layer"
     memory: int | float | None = None
-    traffic: float | None = None
     loss: Loss | None = None
-    base: Metric = "identity"
+    base: Base = "identity"
     power: float = 0.5
     base_rank: int = 128
     graft: bool | None = None
 
     def __post_init__(self) -> None:
-        _one_of("form", self.form, get_args(Form))
-        _one_of("combine", self.combine, get_args(Combine))
-        _one_of("fisher", self.fisher, get_args(Fisher))
-        _one_of("blocks", self.blocks, get_args(Blocks))
-        if self.loss is not None:
-            _one_of("loss", self.loss, get_args(Loss))
-            if self.fisher == "empirical":
-                raise ValueError(
-                    f"Curvature: loss={self.loss!r} is what fisher='gauss-newton' or 'sampled' starts from; "
-                    "fisher='empirical' takes the loss that is trained"
-                )
-        _one_of("base", self.base, get_args(Metric))
-        if self.rank is not None:
-            _integer(
-                "rank", self.rank, least=1 if self.base == "identity" else 0
-            )  # with a base, 0 leaves P alone
+        for name, allowed in CHOICES.items():
+            _one_of(name, getattr(self, name), allowed)
+        self._check_numbers()
+        self._check_idle()
+        self._check_together()
+
+    def _check_numbers(self) -> None:
+        # With a base, 0 leaves the base alone.
+        _integer("rank", self.rank, least=1 if self.base == "identity" else 0)
         _integer("base_rank", self.base_rank)
-        if isinstance(self.power, bool) or not (
-            isinstance(self.power, int | float) and 0 < self.power <= 1
-        ):
-            raise ValueError(
-                f"Curvature: power is the p of C^p, above 0 and at most 1, not {self.power!r}"
-            )
-        if not (self.graft is None or isinstance(self.graft, bool)):
-            raise ValueError(
-                f"Curvature: graft is True, False or None, not {self.graft!r}"
-            )
-        if self.graft and self.blocks == "network":
-            raise ValueError(
-                "Curvature: graft=True gives each layer its gradient's length; use blocks='layer' with it"
-            )
-        if self.form == "plain":
-            default = {f.name: f.default for f in fields(self)}
-            idle = [
-                name for name in PLAIN_REFUSES if getattr(self, name) != default[name]
-            ]
-            if idle:
-                raise ValueError(
-                    f"Curvature: form='plain' keeps no curvature; leave out {', '.join(idle)}, or choose another form"
-                )
-        if self.base != "identity" and (
-            self.blocks == "network" or self.combine == "independent"
-        ):
-            asked = (
-                "blocks='network'"
-                if self.blocks == "network"
-                else "combine='independent'"
-            )
-            raise ValueError(
-                f"Curvature: base={self.base!r} is a metric of each layer's own; {asked} has base='identity' only"
-            )
         if self.samples is not None:
             _integer("samples", self.samples)
+        if not (_is_number(self.power) and 0 < self.power <= 1):
+            raise ValueError(
+                "Curvature: power is the p of C^p, above 0 and at most 1, not "
+                f"{self.power!r}"
+            )
         if self.sketch is not None and not isinstance(self.sketch, Sketch):
             raise TypeError(
-                f"Curvature: sketch is None or one of seng.sketch, such as Rows(256), not {self.sketch!r}"
+                "Curvature: sketch is None or one of seng.sketch, such as Rows(256), not "
+                f"{self.sketch!r}"
             )
-        if self.decay is not None and not (
-            isinstance(self.decay, int | float) and 0 <= self.decay < 1
-        ):
-            raise ValueError(f"Curvature: decay must lie in [0, 1), not {self.decay!r}")
-        if self.averaging > 0 and self.form not in ("auto", "merged"):
+        decay = self.decay
+        if decay is not None and not (_is_number(decay) and 0 <= decay < 1):
             raise ValueError(
-                f"Curvature: only the merged form can accumulate curvature; with form={self.form!r} use decay=0, "
-                f"not decay={self.decay!r}"
+                f"Curvature: decay must lie in [0, 1), not {decay!r}"
             )
-        if self.combine == "independent" and (
-            self.form not in ("auto", "implicit") or self.averaging > 0
-        ):
+        memory = self.memory
+        fraction = isinstance(memory, float) and 0 < memory <= 1
+        count = type(memory) is int and memory > 0
+        if memory is not None and not (fraction or count):
             raise ValueError(
-                "Curvature: combine='independent' (eq. 23) is the implicit form's; use form='implicit' or 'auto' with "
-                f"decay=0, not form={self.form!r} with decay={self.decay!r}"
+                "Curvature: memory is bytes (an int) or a fraction in (0, 1], not "
+                f"{memory!r}"
             )
-        if self.combine == "independent" and self.blocks == "network":
-            raise ValueError(
-                "Curvature: combine='independent' (eq. 23) is made layer by layer; use blocks='layer' with it"
-            )
-        if not isinstance(self.relative_damping, bool):
-            raise ValueError(
-                f"Curvature: relative_damping is True or False, not {self.relative_damping!r}"
-            )
-        if self.memory is not None:
-            fraction = isinstance(self.memory, float) and 0 < self.memory <= 1
-            if not (fraction or (type(self.memory) is int and self.memory > 0)):
-                raise ValueError(
-                    f"Curvature: memory is bytes (an int) or a fraction in (0, 1], not {self.memory!r}"
-                )
 
-        if self.traffic is not None and not (
-            isinstance(self.traffic, int | float)
-            and not isinstance(self.traffic, bool)
-            and self.traffic > 0
+    def _check_idle(self) -> None:
+        """Options that would do nothing beside the others are refused."""
+        default = {f.name: f.default for f in fields(self)}
+        given = [
+            name for name in default if getattr(self, name) != default[name]
+        ]
+        if self.form == "plain":
+            idle = [name for name in given if name != "form"]
+            why = "form='plain' keeps no curvature; leave out {}, or choose another form"
+        elif self.base == "identity":
+            idle = [name for name in given if name in ("power", "base_rank")]
+            why = "base='identity' has no factors; leave out {}, or use base='kronecker'"
+        elif self.rank == 0:
+            idle = [name for name in given if name in ("form", "sketch")]
+            why = "rank=0 is the base alone, without U; leave out {}, or use a rank"
+        else:
+            return
+        if idle:
+            raise ValueError(f"Curvature: {why.format(', '.join(idle))}")
+
+    def _check_together(self) -> None:
+        """Options that exclude each other."""
+        form, decay = self.form, self.decay
+        network = self.blocks == "network"
+        independent = self.combine == "independent"
+        if self.loss is not None and self.fisher == "empirical":
+            raise ValueError(
+                f"Curvature: loss={self.loss!r} is what fisher='gauss-newton' or "
+                "'sampled' starts from; fisher='empirical' takes the loss that is trained"
+            )
+        if self.graft and network:
+            raise ValueError(
+                "Curvature: graft=True gives each layer its gradient's length; use "
+                "blocks='layer' with it"
+            )
+        if self.base != "identity" and (network or independent):
+            asked = "blocks='network'" if network else "combine='independent'"
+            raise ValueError(
+                f"Curvature: base={self.base!r} is a metric of each layer's own; {asked} "
+                "has base='identity' only"
+            )
+        if self.averaging > 0 and form not in ("auto", "merged"):
+            raise ValueError(
+                "Curvature: only the merged form can accumulate curvature; with "
+                f"form={form!r} use decay=0, not decay={decay!r}"
+            )
+        if independent and (
+            form not in ("auto", "implicit") or self.averaging > 0
         ):
             raise ValueError(
-                f"Curvature: traffic is a positive number of gradients per step, not {self.traffic!r}"
+                "Curvature: combine='independent' (eq. 23) is the implicit form's; use "
+                "form='implicit' or 'auto' with decay=0, not "
+                f"form={form!r} with decay={decay!r}"
+            )
+        if independent and network:
+            raise ValueError(
+                "Curvature: combine='independent' (eq. 23) is made layer by layer; use "
+                "blocks='layer' with it"
             )
 
     @property
     def assumed(self) -> Loss:
         """The loss at the output, where `fisher` asks for one."""
-        return self.loss or (
-            "squares" if self.fisher == "gauss-newton" else "cross-entropy"
-        )
-
-    @property
-    def none(self) -> bool:
-        """Whether directions are gradients, and nothing is captured."""
-        return self.form == "plain"
+        if self.loss is not None:
+            return self.loss
+        return "squares" if self.fisher == "gauss-newton" else "cross-entropy"
 
     @property
     def grafts(self) -> bool:
@@ -198,16 +209,24 @@ class Curvature:
         """The decay that acts."""
         if self.decay is not None:
             return self.decay
-        return (
-            0.8 if self.form in ("auto", "merged") and self.combine == "exact" else 0.0
+        accumulates = (
+            self.form in ("auto", "merged") and self.combine == "exact"
         )
+        return 0.8 if accumulates else 0.0
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed or type(value) not in map(
+        type, allowed
+    ):  # 1 == True
+        known = ", ".join(map(repr, allowed))
         raise ValueError(
-            f"Curvature: unknown {name} {value!r}; use one of {', '.join(map(repr, allowed))}"
+            f"Curvature: unknown {name} {value!r}; use one of {known}"
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _integer(name: str, value: Any, least: int = 1) -> None:

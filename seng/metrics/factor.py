@@ -1,36 +1,37 @@
-"""One side of a layer's Kronecker metric: C = E Σ xxᵀ over samples and positions, (h, n, n), as a running average.
+"""One side of a layer's Kronecker metric: C = E Σ xxᵀ over samples and positions, (h, n, n), as a
+running average.
 
-Kept as C ≈ V diag(s) Vᵀ + rest·(I − VVᵀ) with r orthonormal columns V; all of C where r = n. A refresh turns V a little towards
-the leading directions of δC + (1 − δ)C_new by a range finder that starts from V, so that nothing of size n³ is worked out, and
-nothing of size n² is kept.
+Kept as C ≈ V diag(s) Vᵀ + rest·(I − VVᵀ) with r orthonormal columns V; all of C where r = n. A
+refresh turns V a little towards the leading directions of δC + (1 − δ)C_new by a range finder that
+starts from V, so that nothing of size n³ is worked out, and nothing of size n² is kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from seng.distributed.team import ALONE, Team
 from seng.linalg.numerics import OVERSAMPLE, SMALL, eigh, orthonormal, widest
 from seng.linalg.operators import product, wide
 
-FLOOR = 1e-3  # of the mean eigenvalue, the least that counts: inputs never active would be stepped along without bound
-UNSEEN = (
-    1e-6  # of the largest eigenvalue: what is below was in no sample, up to rounding
-)
+# Of the mean eigenvalue, the least that counts: inputs never active would be stepped along without
+# bound
+FLOOR = 1e-3
+UNSEEN = 1e-6  # of the largest eigenvalue: what is below was in no sample, up to rounding
 FIRST, LATER = (
     6,
     2,
 )  # products of a range finder: it begins at random, later ones where the last one ended
-GRAM = 8192  # rows n up to which a batch's xxᵀ is worked out once, for a moment, where there are as many columns
+# Rows n up to which a batch's xxᵀ is worked out once, for a moment, where there are as many columns
+GRAM = 8192
 
+WHAT = "adding up a base"  # for messages
 EVERY = torch.tensor(math.inf)
-
-Total = Callable[[Sequence[Tensor]], None]  # adds up over ranks, in place
 
 
 @dataclass(frozen=True)
@@ -67,18 +68,25 @@ class Factor:
     def eigenvalues(
         self, power: float, noise: float = 0.0, least: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Those of max(C, floor)^power, V's (h, r) and all others' (h,), for C of mean eigenvalue 1; all 1 where C is zero.
+        """Those of max(C, floor)^power, V's (h, r) and all others' (h,), for C of mean eigenvalue
+        1; all 1 where C is zero.
 
-        `least`: what the floor is at least. A C whose eigenvalues are all below it counts as a multiple of I.
+        `least`: what the floor is at least. A C whose eigenvalues are all below it counts as a
+        multiple of I.
         """
         h, n, _ = self.V.shape
         mean = self.average
         floor = self._floor(power, noise)
-        floor = floor if least is None else torch.maximum(floor, least.clamp_max(h * n))
+        floor = (
+            floor
+            if least is None
+            else torch.maximum(floor, least.clamp_max(h * n))
+        )
         floor = torch.where(mean > 0, floor, 1)
         mean = torch.where(mean > 0, mean, 1)
         kept, others = (
-            torch.maximum(e / mean, floor) ** power for e in (self.s, self.rest)
+            torch.maximum(e / mean, floor) ** power
+            for e in (self.s, self.rest)
         )
         return kept, others
 
@@ -93,9 +101,10 @@ class Factor:
     def _floor(self, power: float, noise: float) -> Tensor:
         """The least eigenvalue that counts, above FLOOR where gradients are too noisy for that.
 
-        Rounding leaves them ε = `noise` of their length, in all n directions alike; P⁻¹ stretches that by floor^{-p} on each
-        side where both count as the floor. What they have to say lies in the N directions that samples had, of which P⁻¹ leaves
-        about (N/n)^p on each side. So ε ≪ (floor·N/n)^{2p} where few were seen; and ε ≪ floor^p, on one side, where all were.
+        Rounding leaves them ε = `noise` of their length, in all n directions alike; P⁻¹ stretches
+        that by floor^{-p} on each side where both count as the floor. What they have to say lies in
+        the N directions that samples had, of which P⁻¹ leaves about (N/n)^p on each side. So ε ≪
+        (floor·N/n)^{2p} where few were seen; and ε ≪ floor^p, on one side, where all were.
         """
         h, n, r = self.V.shape
         least = UNSEEN * self.s.amax()
@@ -112,68 +121,78 @@ class Factor:
 
 
 def noise(dtype: torch.dtype) -> float:
-    """What rounding leaves of gradients that were worked out in such numbers, relative to their length: their own, or V's."""
+    """What rounding leaves of gradients that were worked out in such numbers, relative to their
+    length: their own, or V's.
+    """
     return max(torch.finfo(dtype).eps, 64 * torch.finfo(wide(dtype)).eps)
+
+
+def relative_floor(damping: float, relative: bool, mean: Tensor) -> Tensor:
+    """λ in units of the mean eigenvalue; an absolute one is above any that are 0."""
+    lam = torch.full_like(mean, damping)
+    if relative:
+        return lam
+    return torch.where(
+        mean > 0, lam / torch.where(mean > 0, mean, 1), torch.inf
+    )
 
 
 @dataclass(frozen=True)
 class Moment:
-    """scale·XXᵀ of X (h, n, N), over the samples of all ranks."""
+    """scale·XXᵀ of X (h, n, N), over the samples of all ranks that pool them."""
 
     X: Tensor
-    total: Total
+    team: Team = ALONE
     scale: float = 1.0
 
-    @property
-    def trace(self) -> Tensor:
-        return self._sums[0]
-
-    @property
-    def count(self) -> Tensor:
-        """N, of all ranks."""
-        return self._sums[1]
-
     @cached_property
-    def _sums(self) -> tuple[Tensor, Tensor]:
-        if self._once:
-            trace = self._local.diagonal(dim1=1, dim2=2).sum(1)
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """The trace (h,), and the number of columns of all ranks, ()."""
+        if self._fits:
+            trace = self._gram.diagonal(dim1=1, dim2=2).sum(1)
         else:
-            trace = self.X.to(wide(self.X.dtype)).square().sum((1, 2)) * self.scale
-        count = torch.full((), self.X.shape[2], dtype=trace.dtype, device=trace.device)
-        self.total([trace, count])
+            squares = self.X.to(wide(self.X.dtype)).square()
+            trace = squares.sum((1, 2)) * self.scale
+        count = torch.full_like(trace[0], self.X.shape[2])
+        if self.team.pools:
+            self.team.sum_([trace, count], WHAT)
         return trace, count
 
     @property
-    def _once(self) -> bool:
-        """Whether XXᵀ is worked out, in place of products with X and Xᵀ in each iteration."""
+    def trace(self) -> Tensor:
+        return self.totals[0]
+
+    @property
+    def _fits(self) -> bool:
+        """Whether XXᵀ is formed, in place of products with X and Xᵀ."""
         _, n, N = self.X.shape
         return n <= min(N, GRAM)
 
     @cached_property
-    def _local(self) -> Tensor:
+    def _gram(self) -> Tensor:
         return product(self.X, self.X.mT) * self.scale
 
     def dense(self) -> Tensor:
         """All of it."""
-        K = self._local.clone()
-        self.total([K])
+        K = self._gram.clone()
+        if self.team.pools:
+            self.team.sum_([K], WHAT)
         return K
 
     def times(self, Z: Tensor) -> Tensor:
         """XXᵀZ of Z (h, n, w)."""
-        if self._once:
-            out = self._local @ Z
+        if self._fits:
+            out = self._gram @ Z
         elif (
             self.X.shape[1] <= GRAM
-        ):  # few columns, which need not be kept in half precision
+        ):  # few columns need not stay in half precision
             X = self.X.to(Z.dtype)
             out = X @ (X.mT @ Z) * self.scale
         else:
-            out = (
-                product(self.X, product(self.X.mT, Z.to(self.X.dtype)).to(self.X.dtype))
-                * self.scale
-            )
-        self.total([out])
+            inner = product(self.X.mT, Z.to(self.X.dtype))
+            out = product(self.X, inner.to(self.X.dtype)) * self.scale
+        if self.team.pools:
+            self.team.sum_([out], WHAT)
         return out
 
 
@@ -183,49 +202,71 @@ def updated(
     rank: int,
     decay: float,
     generator: torch.Generator,
-    fine: Tensor | None = None,
+    fine: Tensor,
 ) -> Factor:
-    """δC + (1 − δ)XXᵀ, at most `rank` of its leading directions; XXᵀ itself where there is nothing yet.
+    """δC + (1 − δ)XXᵀ, at most `rank` of its leading directions.
 
-    Where XXᵀ is not finite, or not `fine` (h,), C stays as it is.
+    XXᵀ itself where there is nothing yet; where it is not `fine` (h,), C stays as it is.
     """
-    dtype, device = wide(seen.X.dtype), seen.X.device
     h, n, _ = seen.X.shape
-    fine = (seen.trace.isfinite() if fine is None else fine)[:, None, None]
-    count = seen.count * fine.all() + (
-        0 if old is None or not decay else old.count.to(seen.count)
-    )
-    new = (1 - decay if old is not None else 1.0) * fine.to(dtype)
-    keep = 1 - new
-
-    def mixed(before: Tensor | float, now: Tensor) -> Tensor:
-        return keep * before + new * torch.where(fine, now, 0)
-
-    def times(Z: Tensor) -> Tensor:
-        return mixed(0.0 if old is None else old.times(Z), seen.times(Z))
-
+    mix = _Mix(old, seen, decay, fine[:, None, None])
     if rank >= n and exactly(seen.X, n):
-        eye = torch.eye(n, dtype=dtype, device=device).expand(h, n, n)
-        s, V = eigh(mixed(0.0 if old is None else old.times(eye), seen.dense()))
-        return Factor(V, s, torch.zeros_like(s[:, 0]), count)
+        eye = torch.eye(n, dtype=mix.new.dtype, device=seen.X.device).expand(
+            h, n, n
+        )
+        s, V = eigh(mix(0.0 if old is None else old.times(eye), seen.dense()))
+        return Factor(V, s, torch.zeros_like(s[:, 0]), mix.count)
     rank = min(rank, n)
-    spare = min(n, rank + OVERSAMPLE) - (0 if old is None else old.V.shape[2])
-    Z = torch.randn(h, n, spare, generator=generator, dtype=dtype, device=device)
-    Z = Z if old is None else torch.cat([old.V, Z], 2)
+    Z = mix.start(min(n, rank + OVERSAMPLE), generator)
     for _ in range(FIRST if old is None else LATER):
-        Z = _basis(times(Z))
-    s, V = _ordered(Z, Z.mT @ times(Z))
+        Z = _basis(mix.times(Z))
+    s, V = _ordered(Z, Z.mT @ mix.times(Z))
     s, V = s[:, :rank], V[:, :, :rank].contiguous()
-    trace = mixed(
-        0.0 if old is None else old.trace[:, None, None], seen.trace[:, None, None]
-    )[:, 0, 0]
-    return Factor(
-        V, s, ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0) * (rank < n), count
-    )
+    before = 0.0 if old is None else old.trace[:, None, None]
+    trace = mix(before, seen.trace[:, None, None])[:, 0, 0]
+    rest = ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0)
+    return Factor(V, s, rest * (rank < n), mix.count)
+
+
+class _Mix:
+    """δC + (1 − δ)XXᵀ through its products; C alone where XXᵀ is not fine."""
+
+    def __init__(
+        self, old: Factor | None, seen: Moment, decay: float, fine: Tensor
+    ) -> None:
+        self.old, self.seen, self.fine = old, seen, fine
+        weight = 1 - decay if old is not None else 1.0
+        self.new = weight * fine.to(wide(seen.X.dtype))
+        count = seen.totals[1] * fine.all()
+        keeps = old is not None and decay > 0
+        self.count = (
+            count + old.count.to(count) if keeps and old is not None else count
+        )
+
+    def __call__(self, before: Tensor | float, now: Tensor) -> Tensor:
+        return (1 - self.new) * before + self.new * torch.where(
+            self.fine, now, 0
+        )
+
+    def times(self, Z: Tensor) -> Tensor:
+        return self(
+            0.0 if self.old is None else self.old.times(Z), self.seen.times(Z)
+        )
+
+    def start(self, width: int, generator: torch.Generator) -> Tensor:
+        """Where the range finder begins: at random, or where the last one ended."""
+        h, n, _ = self.seen.X.shape
+        spare = width - (0 if self.old is None else self.old.V.shape[2])
+        dtype, device = self.new.dtype, self.new.device
+        size = h, n, spare
+        Z = torch.randn(size, generator=generator, dtype=dtype, device=device)
+        return Z if self.old is None else torch.cat([self.old.V, Z], 2)
 
 
 def _basis(Z: Tensor) -> Tensor:
-    """An orthonormal basis of the columns of each of Z (h, n, w); on a CPU by Householder's QR, for which a GPU would wait."""
+    """An orthonormal basis of the columns of each of Z (h, n, w); on a CPU by Householder's QR, for
+    which a GPU would wait.
+    """
     if Z.device.type != "cpu":
         return orthonormal(orthonormal(Z.to(widest(Z)))).to(Z.dtype)
     Q: Tensor = torch.linalg.qr(Z.nan_to_num(0, 0, 0)).Q
@@ -238,12 +279,15 @@ def exactly(X: Tensor, n: int) -> bool:
 
 
 def _ordered(Z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, descending, and vectors within the span of Z, S = ZᵀCZ; where nothing may wait, as the iteration left them.
+    """Eigenvalues, descending, and vectors within the span of Z, S = ZᵀCZ; where nothing may wait,
+    as the iteration left them.
 
     What it left together has nearly the same eigenvalue, and so nearly the same power of it.
     """
     if exactly(S, S.shape[-1]):
         s, W = eigh(S)
         return s, Z @ W
-    s, order = S.diagonal(dim1=-2, dim2=-1).clamp_min(0).sort(-1, descending=True)
+    s, order = (
+        S.diagonal(dim1=-2, dim2=-1).clamp_min(0).sort(-1, descending=True)
+    )
     return s, Z.gather(-1, order[:, None].expand_as(Z))

@@ -1,169 +1,121 @@
-"""One block for the whole network: M = UUᵀ with U = [U_1; …; U_L], the layers' rows below each other.
+"""One block for the whole network: M = UUᵀ with U = [U_1; …; U_L], the layers' rows below each
+other.
 
-Grams and products add up over layers, UᵀU = Σ_l U_lᵀU_l and Uᵀg = Σ_l U_lᵀg_l, so that the exact direction, with all that is
-between layers, costs no more arithmetic than layer by layer:
+Grams and products add up over layers, UᵀU = Σ_l U_lᵀU_l and Uᵀg = Σ_l U_lᵀg_l, so that the exact
+direction, with all that is between layers, costs no more arithmetic than layer by layer:
 
     d_l = (g_l − U_l b)/λ,   b = (λI + Σ_l U_lᵀU_l)⁻¹ Σ_l U_lᵀg_l
 
-Every layer keeps its own U_l in its own form; the Gram that each of their blocks holds is the sum. A merged basis is UV_k with
-one V_k for all layers.
+Every layer keeps its own U_l in its own form, and the Gram of all. A merged basis is UV_k with one
+V_k for all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from seng.linalg.implicit import Independent
+from seng.distributed.team import Team
+from seng.gpu.recorder import Run, directly
 from seng.linalg.numerics import spectrum, start, top
 from seng.linalg.operators import Merged
-from seng.linalg.sketch import Identity
-from seng.metrics.block import Block, factorize
-from seng.metrics.curvature import Curvature
-from seng.metrics.job import Job
-from seng.metrics.solver import Gradients, OneByOne, Solve
+from seng.linalg.sketch import IDENTITY
+from seng.metrics.low_rank import LowRank
+from seng.metrics.low_rank_state import LowRankState
+from seng.metrics.metric import LayerRefresh, State
+from seng.metrics.woodbury import factorized
 
 
-def build(jobs: Sequence[Job], curvature: Curvature) -> list[Block | None]:
-    """A block per layer, all of them with the Gram of the whole; none where that is not finite."""
-    if not jobs:
-        return []
-    for job in jobs:
-        with job.timer:
-            job.prepare(curvature)
-            if not hasattr(job, "gram"):
-                job.gram = job.omega.of(job.U).gram()
-    _tie(jobs)
-    K = jobs[0].gram
-    if not len(K) or not K.isfinite().all():
-        return [None] * len(jobs)
-    if jobs[0].plan.form == "merged":
-        _merge(jobs, curvature)
-    largest = top(jobs[0].gram[None])[0].to(K.dtype)
-    return [
-        Block(job.U, job.omega, job.gram, largest, curvature.relative_damping)
-        for job in jobs
-    ]
+class Network(LowRank):
+    """UUᵀ of all layers together."""
 
+    together = True
 
-def _tie(jobs: Sequence[Job]) -> None:
-    """The sum of the layers' Grams becomes everybody's."""
-    K = torch.stack([job.gram.to(jobs[0].gram) for job in jobs]).sum(0)
-    for job in jobs:
-        job.gram = K
+    def refresh(
+        self, layers: Sequence[LayerRefresh], team: Team, run: Run = directly
+    ) -> list[State]:
+        """A state per layer, all of them with the Gram of the whole."""
+        drafts = self.drafts(layers, team, run)
+        if not drafts:
+            return []
+        _tie(drafts)
+        K = drafts[0].gram
+        if layers[0].plan.form == "merged" and bool(K.isfinite().all()):
+            self._merge_all(drafts)
+        K = drafts[0].gram
+        largest = top(K[None])[0].to(K.dtype)
+        relative = self.curvature.relative_damping
+        return [
+            LowRankState(d.U, d.omega, d.gram, largest, relative)
+            for d in drafts
+        ]
 
-
-def _merge(jobs: Sequence[Job], curvature: Curvature) -> None:
-    """U_l becomes U_lV_k, and with what was there before [√δ·U_old, √(1−δ)·U_new]W_k."""
-    k = jobs[0].plan.rank
-    _reduce(
-        jobs,
-        [job.U.explicit().U.T for job in jobs] if k >= len(jobs[0].gram) else None,
-        k,
-    )
-    olds = [job.previous.U if job.previous is not None else None for job in jobs]
-    alike = {old.samples if isinstance(old, Merged) else 0 for old in olds}
-    if curvature.averaging and len(alike) == 1 and 0 not in alike:
-        delta = curvature.averaging
+    def _merge_all(self, drafts: Sequence[Any]) -> None:
+        """U_l becomes U_lV_k; with the old ones [√δ·U_old, √(1−δ)·U_new]W_k."""
+        k, decay = drafts[0].layer.plan.rank, self.curvature.averaging
+        every = k >= len(drafts[0].gram)
+        _reduce(
+            drafts, [d.U.explicit().U.T for d in drafts] if every else None, k
+        )
+        olds = [d.layer.previous for d in drafts]
+        widths = {
+            0 if s is None or s.form != "merged" else s.columns for s in olds
+        }
+        if not decay or len(widths) != 1 or 0 in widths:
+            return
         stacks = []
-        for job, old in zip(jobs, olds, strict=True):
-            assert old is not None
-            parts = (
-                delta**0.5 * old.explicit().U.T.to(job.gram.dtype),
-                (1 - delta) ** 0.5 * job.U.explicit().U.T,
+        for d, old in zip(drafts, olds, strict=True):
+            before = decay**0.5 * old.U.explicit().U.T.to(d.gram.dtype)
+            now = (1 - decay) ** 0.5 * d.U.explicit().U.T
+            stacks.append(torch.cat([before, now]))
+            d.gram = stacks[-1] @ stacks[-1].T
+        _tie(drafts)
+        _reduce(drafts, stacks, k)
+
+    def solvers(
+        self,
+        states: Sequence[Any],
+        dampings: Sequence[float],
+        run: Run = directly,
+    ) -> list[Any]:
+        """(λI + K)⁻¹ once for all layers."""
+        given = sorted(set(dampings))
+        if len(given) > 1:
+            raise ValueError(
+                "blocks='network' is one block, but its parameters have the dampings "
+                f"{given}: give one"
             )
-            stacks.append(torch.cat(parts))
-            job.gram = stacks[-1] @ stacks[-1].T
-        _tie(jobs)
-        _reduce(jobs, stacks, k)
+        first, relative = states[0], self.curvature.relative_damping
+        (core,) = factorized([first.gram], [first.top], given, relative)
+        return [s.solver(*core) for s in states]
 
 
-def _reduce(jobs: Sequence[Job], rows: list[Tensor] | None, k: int) -> None:
-    """Combinations of U's columns along the k leading directions of the Gram; `rows` has U_lᵀ where that is at hand."""
-    K = jobs[0].gram
-    every = k >= len(K)
-    V = (
-        spectrum(K[None], k, start(K[None], k, jobs[0].generator))[1][0].to(K.dtype)
-        if not every
-        else None
-    )
-    for i, job in enumerate(jobs):
-        Y = (
-            job.U.combine(V)  # type: ignore[arg-type]
-            if rows is None
-            else rows[i]
-            if V is None
-            else V.T @ rows[i]
+def _tie(drafts: Sequence[Any]) -> None:
+    """The sum of the layers' Grams becomes everybody's."""
+    first = drafts[0].gram
+    K = torch.stack([d.gram.to(first) for d in drafts]).sum(0)
+    for d in drafts:
+        d.gram = K
+
+
+def _reduce(drafts: Sequence[Any], rows: list[Tensor] | None, k: int) -> None:
+    """U_lV_k along the k leading directions; `rows` has U_lᵀ where it is at hand."""
+    K = drafts[0].gram
+    V = None
+    if k < len(K):
+        begin = start(K[None], k, drafts[0].layer.generator())
+        V = spectrum(K[None], k, begin)[1][0].to(K.dtype)
+    for i, d in enumerate(drafts):
+        if rows is None:
+            Y = d.U.combine(V)
+        else:
+            Y = rows[i] if V is None else V.T @ rows[i]
+        d.U, d.omega = (
+            Merged.of(Y.to(K.dtype).contiguous(), d.U.shape),
+            IDENTITY,
         )
-        job.U, job.omega = (
-            Merged.of(Y.to(K.dtype).contiguous(), job.U.shape),
-            Identity(),
-        )
-        job.gram = job.U.gram()
-    _tie(jobs)
-
-
-def share(blocks: Sequence[Block], dampings: Sequence[float]) -> None:
-    """(λI + K)⁻¹ once for all of them."""
-    if len(set(dampings)) > 1:
-        raise ValueError(
-            f"blocks='network' is one block, but its parameters have the dampings {sorted(set(dampings))}: give one"
-        )
-    if blocks:
-        factorize([(blocks[0], dampings[0])])
-        for block in blocks:
-            block.core = blocks[0].core
-
-
-class Whole(OneByOne):
-    """Solves that share b."""
-
-    def _solved(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
-        solves = self.solves
-        if not solves:
-            return {}
-        gs = [s.site.gather(s.active, grads, s.block.gram.dtype) for s in solves]
-        ds, fine = _corrected(solves, gs)
-        exact = not any(isinstance(s.block.U, Independent) for s in solves)
-        if (
-            gs[0].dtype == torch.float64 and exact
-        ):  # refined once, as in `Block.attempt`
-            c = _projected(solves, ds) / solves[0].lam
-            rest = [
-                g - d - s.block.U.mv(c) for s, g, d in zip(solves, gs, ds, strict=True)
-            ]
-            more = _corrected(
-                solves, [torch.where(fine & r.isfinite().all(), r, 0) for r in rest]
-            )[0]
-            ds = [d + r for d, r in zip(ds, more, strict=True)]
-        out: dict[nn.Parameter, Tensor] = {}
-        for s, d in zip(solves, ds, strict=True):
-            s.block.failures += ~fine
-            out |= {
-                p: part.to(p.dtype)
-                for p, part in s.site.scatter(s.active, d).items()
-                if p in grads
-            }
-        return out
-
-
-def _projected(solves: Sequence[Solve], zs: Sequence[Tensor]) -> Tensor:
-    """Σ_l Ξ_lᵀΩ_lz_l."""
-    return torch.stack(
-        [s.block.Xi.rmv(s.block.omega(z)) for s, z in zip(solves, zs, strict=True)]
-    ).sum(0)
-
-
-def _corrected(
-    solves: Sequence[Solve], gs: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor]:
-    """g − Ub, and whether b is finite; where it is not, g."""
-    inverse = solves[0].inverse
-    b = inverse @ _projected(solves, gs).to(inverse.dtype)
-    fine = b.isfinite().all()
-    b = torch.where(fine, b, 0)
-    return [
-        g - s.block.U.mv(b.to(g.dtype)) for s, g in zip(solves, gs, strict=True)
-    ], fine
+        d.gram = d.U.gram()
+    _tie(drafts)

@@ -1,4 +1,5 @@
-"""The paper's schedules: plain functions of the epoch, and helpers that make torch schedulers of them.
+"""The paper's schedules: plain functions of the epoch, and helpers that make torch schedulers of
+them.
 
 cosine   α = 0.001 + (α₀ − 0.001)(1 + cos(π·epoch/epochs))/2
 exp      α = α₀(1 − epoch/epochs)^rate
@@ -17,7 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 FLOOR = 0.001  # where the paper's cosine ends
 
 
-def cosine(epoch: float, lr: float, epochs: float, floor: float = FLOOR) -> float:
+def cosine(
+    epoch: float, lr: float, epochs: float, floor: float = FLOOR
+) -> float:
     """From lr at 0 to the floor at `epochs`, and the floor from there on."""
     return floor + 0.5 * (lr - floor) * (
         1 + math.cos(math.pi * min(epoch / epochs, 1.0))
@@ -29,9 +32,13 @@ def exp(epoch: float, lr: float, epochs: float, rate: float) -> float:
     return lr * math.pow(max(0.0, 1 - epoch / epochs), rate)
 
 
-def warmup(epoch: float, lr: float, epochs: float, start: float = 0.0) -> float:
+def warmup(
+    epoch: float, lr: float, epochs: float, start: float = 0.0
+) -> float:
     """Linear from `start` to lr in the first `epochs`, and lr from there on."""
-    return start + (lr - start) * min(epoch / epochs, 1.0) if epochs > 0 else lr
+    return (
+        start + (lr - start) * min(epoch / epochs, 1.0) if epochs > 0 else lr
+    )
 
 
 def damping(epoch: float, initial: float, gamma: float) -> float:
@@ -44,14 +51,18 @@ def schedule_lr(
     of_epoch: Callable[[float, float], float],
     steps_per_epoch: int = 1,
 ) -> LambdaLR:
-    """A torch scheduler that sets lr = of_epoch(epoch, initial lr), to be stepped `steps_per_epoch` times an epoch.
+    """A torch scheduler that sets lr = of_epoch(epoch, initial lr), to be stepped `steps_per_epoch`
+    times an epoch.
 
-    schedule_lr(opt, lambda epoch, lr: exp(epoch, lr, epochs=75, rate=5), steps_per_epoch=len(loader))
+    schedule_lr(opt, lambda epoch, lr: exp(epoch, lr, epochs=75, rate=5),
+    steps_per_epoch=len(loader))
     """
 
     def factor(initial: float) -> Callable[[int], float]:
         return lambda step: (
-            of_epoch(step / steps_per_epoch, initial) / initial if initial else 1.0
+            of_epoch(step / steps_per_epoch, initial) / initial
+            if initial
+            else 1.0
         )
 
     return LambdaLR(
@@ -66,7 +77,8 @@ def schedule_lr(
 class DampingSchedule:
     """Sets every group's damping to of_epoch(epoch, its initial damping) at each `step()`.
 
-    schedule = DampingSchedule(opt, lambda epoch, lam: damping(epoch, lam, gamma=0.9), steps_per_epoch=len(loader))
+    schedule = DampingSchedule(opt, lambda epoch, lam: damping(epoch, lam, gamma=0.9),
+    steps_per_epoch=len(loader))
     """
 
     def __init__(
@@ -80,7 +92,9 @@ class DampingSchedule:
             of_epoch,
             steps_per_epoch,
         )
-        self.initial = [float(group["damping"]) for group in optimizer.param_groups]
+        self.initial = [
+            float(group["damping"]) for group in optimizer.param_groups
+        ]
         self.steps = 0
         self._set()
 
@@ -88,7 +102,9 @@ class DampingSchedule:
         for group, initial in zip(
             self.optimizer.param_groups, self.initial, strict=True
         ):
-            group["damping"] = self.of_epoch(self.steps / self.steps_per_epoch, initial)
+            group["damping"] = self.of_epoch(
+                self.steps / self.steps_per_epoch, initial
+            )
 
     def step(self) -> None:
         """To be called after each optimizer step (or epoch)."""

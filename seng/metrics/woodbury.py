@@ -1,0 +1,146 @@
+"""Woodbury's formula, the paper's step: λ(UUᵀ + λI)⁻¹g without a matrix of size n.
+
+    d = g − Ub,   (λI + ΞᵀΞ) b = Ξᵀξ,   Ξ = ΩU, ξ = Ωg                    (eqs. 8, 9, 12, 13 and 24)
+
+d is g itself for λ → ∞. With a base P in place of I all of it is in whitened coordinates,
+
+    λ(UUᵀ + λP)⁻¹g = P^{-½} λ(ŨŨᵀ + λI)⁻¹ P^{-½}g,   Ũ = P^{-½}U
+
+The system is solved as (I + K/λ)b = Ξᵀξ/λ with K = ΞᵀΞ: it is well scaled for every λ.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seng.gpu.recorder import Run, directly
+from seng.gpu.staging import send
+from seng.linalg.numerics import inverse, widest
+from seng.linalg.operators import Operator
+from seng.linalg.sketch import IDENTITY, Omega
+from seng.metrics.metric import grafted
+
+Pool = Callable[
+    [list[Tensor]], list[Tensor]
+]  # Uᵀg of each layer -> of all that share b
+
+
+@dataclass(frozen=True)
+class LowRankSolver:
+    """λ(UUᵀ + λP)⁻¹g for one layer at one λ."""
+
+    U: Operator
+    omega: Omega
+    Xi: Operator  # ΩU
+    lam: Tensor  # ()
+    inverse: (
+        Tensor  # (λI + K)⁻¹; not a number where no factorization was found
+    )
+    white: Any  # P^{-½}; None: I
+    graft: bool
+    failures: Tensor  # counts the solves that fell back to the plain gradient
+
+    def __call__(self, g: Tensor) -> Tensor:
+        z = g if self.white is None else self.white(g)
+        (d,) = woodbury([self], [z])
+        d = d if self.white is None else self.white(d)
+        return grafted(d, g) if self.graft else d
+
+    @property
+    def basis(self) -> tuple[Tensor, Tensor] | None:
+        """Y and scale of U = scale·Yᵀ, where d = g − Ub is all there is to do."""
+        plain = (
+            self.omega == IDENTITY and self.white is None and not self.graft
+        )
+        return self.U.basis if plain else None
+
+    def project(self, z: Tensor) -> Tensor:
+        """Ξᵀξ."""
+        return self.Xi.rmv(self.omega(z))
+
+    def coefficients(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """b from c = Ξᵀξ, and whether it is finite; 0 where it is not."""
+        b = self.inverse @ c.to(self.inverse.dtype)
+        fine = b.isfinite().all()
+        return torch.where(fine, b, 0).to(c.dtype), fine
+
+
+def _each(cs: list[Tensor]) -> list[Tensor]:
+    return cs
+
+
+def woodbury(
+    solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool = _each
+) -> list[Tensor]:
+    """g − Ub of each layer; g where b is not finite, which is counted.
+
+    In float64 refined once: g lies nearly in the span of U, and the difference cancels.
+    """
+    ds, fine = _corrected(solvers, gs, pool)
+    if gs[0].dtype == torch.float64 and all(s.U.exact for s in solvers):
+        cs = pool([s.project(d) for s, d in zip(solvers, ds, strict=True)])
+        rests = []
+        for s, g, d, c, ok in zip(solvers, gs, ds, cs, fine, strict=True):
+            rest = g - d - s.U.mv(c / s.lam)  # of (I + UΞᵀΩ/λ) d = g
+            rests.append(torch.where(ok & rest.isfinite().all(), rest, 0))
+        more, _ = _corrected(solvers, rests, pool)
+        ds = [d + m for d, m in zip(ds, more, strict=True)]
+    for s, ok in zip(solvers, fine, strict=True):
+        s.failures.add_(~ok)
+    return ds
+
+
+def _corrected(
+    solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool
+) -> tuple[list[Tensor], list[Tensor]]:
+    cs = pool([s.project(g) for s, g in zip(solvers, gs, strict=True)])
+    ds, fine = [], []
+    for s, g, c in zip(solvers, gs, cs, strict=True):
+        b, ok = s.coefficients(c)
+        ds.append(g - s.U.mv(b.to(g.dtype)))
+        fine.append(ok)
+    return ds, fine
+
+
+def factorized(
+    grams: Sequence[Tensor],
+    tops: Sequence[Tensor],
+    dampings: Sequence[float],
+    relative: bool,
+    run: Run = directly,
+) -> list[tuple[Tensor, Tensor]]:
+    """λ and (λI + K)⁻¹ of every K, those of one size at once."""
+    sizes: defaultdict[object, list[int]] = defaultdict(list)
+    for i, K in enumerate(grams):
+        sizes[len(K), K.dtype, K.device].append(i)
+    out: dict[int, tuple[Tensor, Tensor]] = {}
+    for same in sizes.values():
+        K = torch.stack([grams[i] for i in same])
+        numbers = torch.tensor(
+            [dampings[i] for i in same], dtype=K.dtype, device="cpu"
+        )
+        lam = send(numbers, K.device)
+        top = torch.stack([tops[i] for i in same])
+        lams, inverses = run(_inverses, K, lam, top, relative=relative)
+        for i, one, core in zip(
+            same, lams.unbind(), inverses.unbind(), strict=True
+        ):
+            out[i] = one.clone(), core.clone()  # without those of the others
+    return [out[i] for i in range(len(grams))]
+
+
+def _inverses(
+    K: Tensor, lam: Tensor, tops: Tensor, *, relative: bool
+) -> tuple[Tensor, Tensor]:
+    """λ and (λI + K)⁻¹, in float64: the error of b enters d times λ_max/λ."""
+    if relative:
+        lam = torch.where(tops > 0, lam * tops, 1)
+    K, scale = K.to(widest(K)), lam.to(widest(K))[:, None, None]
+    eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device)
+    return lam, inverse(eye + K / scale) / scale
