@@ -5,7 +5,7 @@ python benchmarks/ablation.py --task digits-cnn --epochs 2 --jobs 2 --out some.j
 
     orthogonal   Muon's step of gradients, the preset; with SENG's directions or a base before it
     kronecker    the base alone, steps as long as gradients
-    low rank     SENG as it is by default
+    low rank     over λI, `Curvature()`
 
 Each run trains on nine tenths of the training set and is judged on the last tenth, as in `seng tune`: the test set is not
 looked at. Several share the machine, so there are no times. Runs are kept as they come: the same command goes on after an
@@ -48,7 +48,12 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
             "warmup": [0.0],
             "curvature": [
                 {"form": "auto", "rank": 16, "refresh_every": 50},
-                {"form": "auto", "rank": 16, "refresh_every": 50, "damping": 0.1},
+                {
+                    "form": "auto",
+                    "rank": 16,
+                    "refresh_every": 50,
+                    "damping": 0.1,
+                },
                 {
                     "form": "auto",
                     "rank": 0,
@@ -56,7 +61,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
                     "base": "kronecker",
                     "power": 0.25,
                 },
-                {"form": "auto", "rank": 0, "refresh_every": 50, "base": "diagonal"},
             ],
         },
     ),
@@ -64,7 +68,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         {**SGD_LIKE, "lr": 0.3, "rank": 0, "base": "kronecker"},
         {
             "lr": [0.1],
-            "base": ["diagonal"],
             "power": [0.25, 1.0],
             "base_rank": [32],
             "refresh_every": [200],
@@ -91,7 +94,9 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every setting as it is, and with one knob changed."""
     found: list[dict[str, Any]] = []
     for name, (base, knobs) in SETTINGS.items():
-        found.append({"setting": name, "knob": "", "value": None, "fields": base})
+        found.append(
+            {"setting": name, "knob": "", "value": None, "fields": base}
+        )
         for knob, values in knobs.items():
             for value in values:
                 fields = {
@@ -99,7 +104,12 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
                     **(value if isinstance(value, dict) else {knob: value}),
                 }
                 found.append(
-                    {"setting": name, "knob": knob, "value": value, "fields": fields}
+                    {
+                        "setting": name,
+                        "knob": knob,
+                        "value": value,
+                        "fields": fields,
+                    }
                 )
     common = {"task": options.task, "epochs": options.epochs}
     return [
@@ -111,7 +121,8 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def key(run: dict[str, Any]) -> str:
     return json.dumps(
-        [run["task"], run["epochs"], run["fields"], run["seed"]], sort_keys=True
+        [run["task"], run["epochs"], run["fields"], run["seed"]],
+        sort_keys=True,
     )
 
 
@@ -124,16 +135,28 @@ def work(options: argparse.Namespace, part: int) -> None:
     for run in runs(options)[part :: options.jobs]:
         if key(run) in known:
             continue
-        recipe = what.recipe("seng-orthogonal", options.epochs).with_(run["fields"])
+        recipe = what.recipe("seng-orthogonal", options.epochs).with_(
+            run["fields"]
+        )
         training = Training(
-            Run(what, recipe, run["seed"], options.epochs, stop=False, shared=True),
+            Run(
+                what,
+                recipe,
+                run["seed"],
+                options.epochs,
+                stop=False,
+                shared=True,
+            ),
             data,
             device,
         )
         line: dict[str, Any] = {}
         while training.state == "running":
             line = training.advance()
-        found = {name: line[name] for name in ("metric", "loss", "train_loss", "state")}
+        found = {
+            name: line[name]
+            for name in ("metric", "loss", "train_loss", "state")
+        }
         with parts(options).open("a") as file:
             print(json.dumps({**run, **found}), file=file)
 

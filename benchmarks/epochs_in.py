@@ -35,7 +35,9 @@ def seconds_per_step(training: Training, seconds: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="epochs of each optimizer in a time")
+    parser = argparse.ArgumentParser(
+        description="epochs of each optimizer in a time"
+    )
     parser.add_argument("task")
     parser.add_argument("seconds", type=float)
     parser.add_argument(
@@ -52,7 +54,8 @@ def main() -> None:
         each = seconds_per_step(training, options.seconds / 2)
         epochs = options.seconds / (each * training.per_epoch)
         print(
-            f"{name:16} {epochs:8.3g} epochs of {1e3 * each:.2f} ms a step", flush=True
+            f"{name:16} {epochs:8.3g} epochs of {1e3 * each:.2f} ms a step",
+            flush=True,
         )
 
 

@@ -34,7 +34,9 @@ def boundary(model: nn.Module, x: Tensor) -> Tensor:
     return 10 * model(x)[:, 0] / len(x) ** 0.5
 
 
-def points(inside: int, border: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
+def points(
+    inside: int, border: int, chance: torch.Generator
+) -> tuple[Tensor, Tensor]:
     x, t, side = (
         torch.rand(inside, 2, generator=chance),
         torch.rand(border, generator=chance),
@@ -72,7 +74,8 @@ def errors(
         with torch.no_grad():
             found.append(
                 float(
-                    (model(test)[:, 0] - solution(test)).norm() / solution(test).norm()
+                    (model(test)[:, 0] - solution(test)).norm()
+                    / solution(test).norm()
                 )
             )
     return found
@@ -105,9 +108,12 @@ def main(sketches: bool) -> None:
             {"line_search": True},
         ):
             for seed in range(seeds):
-                found = errors(width, inside, border, MARKS[-1], seed, **options)
+                found = errors(
+                    width, inside, border, MARKS[-1], seed, **options
+                )
                 first = next(
-                    (i for i, error in enumerate(found, 1) if error <= 1e-5), None
+                    (i for i, error in enumerate(found, 1) if error <= 1e-5),
+                    None,
                 )
                 said = ", ".join(f"{found[mark - 1]:.0e}" for mark in MARKS)
                 print(

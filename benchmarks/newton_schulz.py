@@ -27,7 +27,9 @@ MODELS = {
 WAYS = {"from Y each time": (1,) * sum(polar.STEPS), "on S alone": polar.STEPS}
 
 
-def milliseconds(build: str, rounds: int, device: torch.device) -> dict[str, float]:
+def milliseconds(
+    build: str, rounds: int, device: torch.device
+) -> dict[str, float]:
     optimizers, wait = (
         {},
         torch.cuda.synchronize if device.type == "cuda" else lambda: None,
@@ -55,7 +57,8 @@ def milliseconds(build: str, rounds: int, device: torch.device) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,8 +28,9 @@ from seng.lab.bench.options import PRESETS
 from seng.lab.bench.tasks import TASKS, Task, memory_format
 from seng.lab.record import provenance
 from seng.layers import capture, samples
-from seng.metrics import job, refresh
-from seng.optim import optimizer, preconditioner
+from seng.metrics.low_rank import LowRank
+from seng.optim import engine, refresh
+from seng.optim.preconditioned import Preconditioned
 
 
 def backward(
@@ -44,7 +46,9 @@ def backward(
 
 
 def host_microseconds(
-    prepare: Callable[[], None], step: Callable[[], object], wait: Callable[[], None]
+    prepare: Callable[[], None],
+    step: Callable[[], object],
+    wait: Callable[[], None],
 ) -> float:
     times = []
     for _ in range(10):
@@ -60,23 +64,27 @@ def host_microseconds(
 PARTS = {  # of a step with a refresh: where the host spends its time, each with what it calls
     "hooks of the forward": (capture._Hook, "__call__"),
     "captures in the backward": (samples.Samples, "receive"),
-    "refresh": (preconditioner.Preconditioner, "_refresh"),
+    "refresh": (engine.Engine, "refresh"),
     "  its wait for the device": (refresh, "read"),
-    "  bases": (job.Job, "settle"),
-    "  averages": (refresh, "_average"),
-    "factorization": (preconditioner, "factorize"),
-    "update": (optimizer.SENG, "_update_grouped"),
+    "  Grams": (LowRank, "drafts"),
+    "  bases": (LowRank, "_merge"),
+    "  averages": (LowRank, "_average"),
+    "factorization": (engine.Engine, "_solvers"),
+    "directions": (engine.Engine, "directions"),
+    "update": (Preconditioned, "_update"),
 }
 
 
 def host_parts(
-    whole: Callable[[], None], opt: torch.optim.Optimizer, wait: Callable[[], None]
+    whole: Callable[[], None], opt: seng.SENG, wait: Callable[[], None]
 ) -> list[str]:
     """Median milliseconds of each part over five steps with a refresh."""
     spent: dict[str, list[float]] = {name: [] for name in PARTS}
     totals = []
 
-    def timed(function: Callable[..., object], name: str) -> Callable[..., object]:
+    def timed(
+        function: Callable[..., object], name: str
+    ) -> Callable[..., object]:
         def run(*args: object, **options: object) -> object:
             start = time.perf_counter()
             try:
@@ -89,7 +97,8 @@ def host_parts(
     with patches() as patch:
         for name, (owner, attribute) in PARTS.items():
             patch(owner, attribute, timed(getattr(owner, attribute), name))
-        opt.preconditioner.capture.receive = opt.preconditioner.samples.receive
+        collector = opt.engine.collector
+        patch(collector.capture, "receive", collector.samples.receive)
         for _ in range(5):
             for times in spent.values():
                 times.append(0.0)
@@ -106,7 +115,8 @@ def host_parts(
         f"seng, a step with a refresh, on the host: {statistics.median(totals):.1f} ms in all"
     ]
     return lines + [
-        f"  {statistics.median(times):8.2f} ms  {name}" for name, times in spent.items()
+        f"  {statistics.median(times):8.2f} ms  {name}"
+        for name, times in spent.items()
     ]
 
 
@@ -124,15 +134,24 @@ def patches() -> Iterator[Callable[[object, str, object], None]]:
 def profiled(
     work: Callable[[], None], wait: Callable[[], None], cuda: bool
 ) -> list[str]:
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if cuda else []),
+    ]
     wait()
     with profile(activities=activities) as seen:
         work()
         wait()
-    device = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    device = (
+        torch.autograd.DeviceType.CUDA
+        if cuda
+        else torch.autograd.DeviceType.CPU
+    )
     key = "self_device_time_total" if cuda else "self_cpu_time_total"
     events = [
-        e for e in seen.key_averages() if e.device_type == device and "#" not in e.key
+        e
+        for e in seen.key_averages()
+        if e.device_type == device and "#" not in e.key
     ]
     events.sort(key=lambda e: -getattr(e, key))
     launches = sum(
@@ -151,7 +170,8 @@ def profiled(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--model",
@@ -176,7 +196,9 @@ def main() -> None:
     lines = [json.dumps(provenance(command(), device))]
     for name in ("sgd", "seng", "seng orthogonal"):
         torch.manual_seed(0)
-        model = task.build().to(device, memory_format=memory_format(task, device))
+        model = task.build().to(
+            device, memory_format=memory_format(task, device)
+        )
         opt: torch.optim.Optimizer
         if name == "sgd":
             opt = torch.optim.SGD(
@@ -192,7 +214,6 @@ def main() -> None:
                 rank=preset.rank,
                 decay=preset.decay,
                 samples=preset.samples,
-                memory=preset.memory,
             )
             opt = seng.SENG(
                 model,
@@ -203,17 +224,22 @@ def main() -> None:
         steps = iter(range(10**9))
 
         def prepare(
-            model: nn.Module = model, opt: torch.optim.Optimizer = opt, steps=steps
+            model: nn.Module = model,
+            opt: torch.optim.Optimizer = opt,
+            steps=steps,
         ) -> None:
             backward(task, model, opt, batches[next(steps) % len(batches)])
 
         def whole(
-            prepare: Callable[[], None] = prepare, opt: torch.optim.Optimizer = opt
+            prepare: Callable[[], None] = prepare,
+            opt: torch.optim.Optimizer = opt,
         ) -> None:
             prepare()
             opt.step()
 
-        for _ in range(40):  # four refreshes, with the recordings that they make
+        for _ in range(
+            40
+        ):  # four refreshes, with the recordings that they make
             whole()
         lines += (
             [
@@ -231,7 +257,10 @@ def main() -> None:
         ]
         if name == "seng":
             lines += host_parts(whole, opt, wait)
-            opt.preconditioner.refresh_every = 10**9
+            opt.engine.settings = replace(
+                opt.engine.settings, refresh_every=10**9
+            )
+            whole()
         prepare()
         lines += [
             f"{name}, opt.step() alone",

@@ -72,7 +72,8 @@ def trained(
         loss.backward()
         opt.step()
     whole = (
-        p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()
+        p.full_tensor() if hasattr(p, "full_tensor") else p
+        for p in model.parameters()
     )
     return torch.cat([p.detach().reshape(-1).float().cpu() for p in whole])
 

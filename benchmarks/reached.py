@@ -47,12 +47,18 @@ def main(folder: str, task: str, level: str) -> None:
             if p is not None and run.timed
         )
         milliseconds = [
-            1e3 * run.final.seconds / run.final.step for run in seeds if run.timed
+            1e3 * run.final.seconds / run.final.step
+            for run in seeds
+            if run.timed
         ]
         loss = sum(run.final.train_loss or 0 for run in seeds) / len(seeds)
         said = "not reached" if epochs is None else f"{epochs.mean:.1f} epochs"
         said += f", {seconds.mean:.1f} s" if seconds else ""
-        half = "" if final is None or final.half is None else f" ± {final.half:.4f}"
+        half = (
+            ""
+            if final is None or final.half is None
+            else f" ± {final.half:.4f}"
+        )
         mean = float("nan") if final is None else final.mean
         steps = (
             f"{min(milliseconds):.2f} to {max(milliseconds):.2f} ms"

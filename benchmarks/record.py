@@ -28,7 +28,11 @@ def write(path: Path, setting: str, rows: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         json.dumps(
-            {**provenance(command(), device), "setting": setting, "rows": rows},
+            {
+                **provenance(command(), device),
+                "setting": setting,
+                "rows": rows,
+            },
             indent=1,
         )
         + "\n"

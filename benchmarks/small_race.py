@@ -43,7 +43,9 @@ KRONECKER = Curvature(
 
 
 def ours(
-    lrs: tuple[float, ...] = SGD_LRS, curvature: Curvature | None = None, **options: Any
+    lrs: tuple[float, ...] = SGD_LRS,
+    curvature: Curvature | None = None,
+    **options: Any,
 ) -> tuple[Any, tuple[float, ...]]:
     shared = {
         "nesterov": True,
@@ -55,7 +57,9 @@ def ours(
     return (lambda model, lr: seng.SENG(model, lr, **shared)), lrs
 
 
-CONTENDERS: dict[str, tuple[Callable[[nn.Module, float], Any], tuple[float, ...]]] = {
+CONTENDERS: dict[
+    str, tuple[Callable[[nn.Module, float], Any], tuple[float, ...]]
+] = {
     "sgd": (
         lambda m, lr: torch.optim.SGD(
             m.parameters(), lr, 0.9, nesterov=True, weight_decay=5e-4
@@ -63,23 +67,31 @@ CONTENDERS: dict[str, tuple[Callable[[nn.Module, float], Any], tuple[float, ...]
         SGD_LRS,
     ),
     "muon": (lambda m, lr: MuonAndAdamW(m, lr, 0.01, 0.95), MUON_LRS),
-    "muon, momentum 0.8": (lambda m, lr: MuonAndAdamW(m, lr, 0.01, 0.8), MUON_LRS),
+    "muon, momentum 0.8": (
+        lambda m, lr: MuonAndAdamW(m, lr, 0.01, 0.8),
+        MUON_LRS,
+    ),
     "muon, momentum 0.8, decay 0.003": (
         lambda m, lr: MuonAndAdamW(m, lr, 0.003, 0.8),
         MUON_LRS,
     ),
     "seng, low rank": ours(curvature=Curvature()),
-    "seng, diagonal alone": ours(curvature=Curvature(base="diagonal", rank=0)),
     "seng": ours(),
     "seng without Nesterov": ours(nesterov=False),
     "seng, 128 directions": ours(curvature=replace(KRONECKER, base_rank=128)),
     "seng, power 1": ours(curvature=replace(KRONECKER, power=1.0)),
-    "seng, kronecker and low rank": ours(curvature=replace(KRONECKER, rank=16)),
+    "seng, kronecker and low rank": ours(
+        curvature=replace(KRONECKER, rank=16)
+    ),
     "orthogonal, no curvature": ours(
         orthogonal=True, momentum=0.8, curvature=Curvature(form="plain")
     ),
-    "orthogonal low rank": ours(orthogonal=True, momentum=0.8, curvature=Curvature()),
-    "orthogonal kronecker": ours(orthogonal=True, momentum=0.8, curvature=KRONECKER),
+    "orthogonal low rank": ours(
+        orthogonal=True, momentum=0.8, curvature=Curvature()
+    ),
+    "orthogonal kronecker": ours(
+        orthogonal=True, momentum=0.8, curvature=KRONECKER
+    ),
 }
 
 
@@ -122,7 +134,8 @@ def train(
             now = (
                 (step + 1) / (WARMUP * total)
                 if done < WARMUP
-                else (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP))) / 2
+                else (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
+                / 2
             )
             for group in opt.param_groups:
                 group["lr"] = lr * now
@@ -142,7 +155,11 @@ def train(
     model.eval()
     with torch.no_grad():
         accuracy = task.held_out(model, data)[1].item()
-    return {"accuracy": accuracy, "loss": sum(losses) / len(losses), "seconds": seconds}
+    return {
+        "accuracy": accuracy,
+        "loss": sum(losses) / len(losses),
+        "seconds": seconds,
+    }
 
 
 def main(names: list[str], out: Path) -> None:
@@ -170,7 +187,10 @@ def main(names: list[str], out: Path) -> None:
     def run(name: str, lr: float, seed: int) -> dict[str, Any]:
         key = name, lr, seed
         if key not in known:
-            known[key] = {"key": key, **train(CONTENDERS[name][0], lr, seed, data)}
+            known[key] = {
+                "key": key,
+                **train(CONTENDERS[name][0], lr, seed, data),
+            }
             with partial.open("a") as file:
                 print(json.dumps(known[key]), file=file)
             print(known[key], flush=True)
@@ -178,7 +198,10 @@ def main(names: list[str], out: Path) -> None:
 
     rows = []
     for name in names:
-        lr = min(CONTENDERS[name][1], key=lambda lr: run(name, lr, TUNED_WITH)["loss"])
+        lr = min(
+            CONTENDERS[name][1],
+            key=lambda lr: run(name, lr, TUNED_WITH)["loss"],
+        )
         seeds = [run(name, lr, seed) for seed in SEEDS]
         means = {
             key: sum(row[key] for row in seeds) / len(seeds)
@@ -190,7 +213,8 @@ def main(names: list[str], out: Path) -> None:
                 "lr": lr,
                 **means,
                 "seeds": [
-                    {k: v for k, v in row.items() if k != "key"} for row in seeds
+                    {k: v for k, v in row.items() if k != "key"}
+                    for row in seeds
                 ],
             }
         )

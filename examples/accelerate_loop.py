@@ -11,9 +11,14 @@ import seng
 torch.manual_seed(0)
 x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
 x = x.float() / 16
-loader = DataLoader(TensorDataset(x[:1500], y[:1500]), batch_size=25, shuffle=True)
+loader = DataLoader(
+    TensorDataset(x[:1500], y[:1500]), batch_size=25, shuffle=True
+)
 model = nn.Sequential(
-    nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(inplace=True), nn.Linear(64, 10)
+    nn.Linear(64, 64),
+    nn.LayerNorm(64),
+    nn.ReLU(inplace=True),
+    nn.Linear(64, 10),
 )
 opt = seng.SENG(
     model, lr=0.1, weight_decay=1e-4
@@ -35,7 +40,10 @@ for _ in range(6):
             opt.zero_grad()
 
 print(
-    {name: layer["form"] for name, layer in opt.optimizer.diagnostics().items()}
+    {
+        name: layer["form"]
+        for name, layer in opt.optimizer.diagnostics().items()
+    }
 )  # what prepare() gave wraps SENG
 with torch.no_grad():
     test = nn.functional.cross_entropy(model(x[1500:]), y[1500:])

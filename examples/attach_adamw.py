@@ -7,7 +7,10 @@ import seng
 
 torch.manual_seed(0)
 model = nn.Sequential(
-    nn.Conv1d(1, 16, 5, padding=2), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 32, 4)
+    nn.Conv1d(1, 16, 5, padding=2),
+    nn.ReLU(),
+    nn.Flatten(),
+    nn.Linear(16 * 32, 4),
 )
 x = torch.randn(256, 1, 32)
 y = (

@@ -13,10 +13,22 @@ torch.manual_seed(0)
 x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
 x = x.float().view(-1, 1, 8, 8) / 16
 model = nn.Sequential(
-    *(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
-    *(nn.Flatten(), nn.Linear(144, 32), nn.ReLU(inplace=True), nn.Linear(32, 10)),
+    *(
+        nn.Conv2d(1, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+    ),
+    *(
+        nn.Flatten(),
+        nn.Linear(144, 32),
+        nn.ReLU(inplace=True),
+        nn.Linear(32, 10),
+    ),
 )
-opt = seng.SENG(model, lr=0.1, curvature=seng.Curvature(sketch=seng.sketch.Rows(128)))
+opt = seng.SENG(
+    model, lr=0.1, curvature=seng.Curvature(sketch=seng.sketch.Rows(128))
+)
 
 with (
     tempfile.TemporaryDirectory() as folder,

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
@@ -12,31 +17,29 @@ import seng
 from seng.layers import columns, factors, positions
 
 
-def rows(
-    layer: Conv1D, name: str, p: Tensor
-) -> Tensor:  # the weight is (in, out), and a block wants (1, out, in)
+# The weight is (in, out), and SENG wants (1, out, in).
+def rows(layer: Conv1D, name: str, p: Tensor) -> Tensor:
     return p.T[None] if name == "weight" else p[None, :, None]
 
 
-@factors(
-    Conv1D,
-    layout=(rows, lambda layer, name, d: d[0].T if name == "weight" else d.flatten()),
-)
+def back(layer: Conv1D, name: str, d: Tensor) -> Tensor:
+    return d[0].T if name == "weight" else d.flatten()
+
+
+@factors(Conv1D, layout=(rows, back))
 def _(layer: Conv1D, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return positions(g).mT, positions(a).mT
 
 
 @columns(LlamaRMSNorm)
 def _(layer: LlamaRMSNorm, a: Tensor, g: Tensor) -> dict[str, Tensor]:
-    return {
-        "weight": positions(
-            g * a * (a.square().mean(-1, keepdim=True) + layer.variance_epsilon).rsqrt()
-        ).sum(1)
-    }
+    square = a.square().mean(-1, keepdim=True) + layer.variance_epsilon
+    return {"weight": positions(g * a * square.rsqrt()).sum(1)}
 
 
 torch.manual_seed(0)
-text = torch.tensor(list((Path(__file__).parent.parent / "LICENSE").read_bytes()))
+licence = Path(__file__).parent.parent / "LICENSE"
+text = torch.tensor(list(licence.read_bytes()))
 blocks = text.unfold(0, 64, 32)
 shape = {
     "vocab_size": 128,
@@ -48,14 +51,12 @@ llama = LlamaForCausalLM(LlamaConfig(intermediate_size=64, **shape))
 gpt2 = GPT2LMHeadModel(
     GPT2Config(n_positions=64, bos_token_id=0, eos_token_id=0, **shape)
 )
-seng.layers.arrange(
-    gpt2.transformer.wpe, None
-)  # positions are not samples: it keeps the plain gradient
+# Positions are not samples: this table keeps the plain gradient.
+seng.layers.arrange(gpt2.transformer.wpe, None)
 losses = []
 for model in (gpt2, llama):
-    opt = seng.SENG(
-        model, lr=0.2, strict=True
-    )  # strict: every parameter must be covered or left out on request
+    # strict: every parameter must be covered or left out on request
+    opt = seng.SENG(model, lr=0.2, strict=True)
     for _ in range(80):
         batch = blocks[torch.randint(len(blocks), (16,))]
         opt.zero_grad()

@@ -4,12 +4,20 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import seng
 
-text = torch.tensor(list((Path(__file__).parent.parent / "LICENSE").read_bytes()))
-blocks = [{"input_ids": block, "labels": block} for block in text.unfold(0, 64, 32)]
+licence = Path(__file__).parent.parent / "LICENSE"
+text = torch.tensor(list(licence.read_bytes()))
+blocks = [
+    {"input_ids": block, "labels": block} for block in text.unfold(0, 64, 32)
+]
 shape = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -26,9 +34,8 @@ quiet = {
 }
 
 frequency = text.bincount()[text.unique()] / len(text)
-print(
-    f"the frequencies of the letters alone: loss {-(frequency * frequency.log()).sum():.4f}"
-)
+entropy = -(frequency * frequency.log()).sum()
+print(f"the frequencies of the letters alone: loss {entropy:.4f}")
 
 WAYS = (
     lambda model: {
@@ -48,12 +55,15 @@ for way in WAYS:
             folder, max_steps=100, use_cpu=True, seed=0, **batch, **quiet
         )
         trainer = Trainer(
-            model, args, train_dataset=blocks, eval_dataset=blocks, **way(model)
+            model,
+            args,
+            train_dataset=blocks,
+            eval_dataset=blocks,
+            **way(model),
         )
         trainer.train()
         losses.append(trainer.evaluate()["eval_loss"])
-    opt = (
-        trainer.optimizer.optimizer
-    )  # the Trainer's is Accelerate's wrapper around SENG
+    # The Trainer's is Accelerate's wrapper around SENG.
+    opt = trainer.optimizer.optimizer
     print({name: layer["form"] for name, layer in opt.diagnostics().items()})
 print(f"final loss {max(losses):.4f}")  # they are equal

@@ -7,14 +7,14 @@ import lightning as L
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import seng
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-warnings.filterwarnings(
-    "ignore", module="lightning"
-)  # it would like more workers and a logger
+# It would like more workers and a logger.
+warnings.filterwarnings("ignore", module="lightning")
 
 
 class Digits(L.LightningModule):
@@ -33,13 +33,10 @@ class Digits(L.LightningModule):
 
     def configure_optimizers(
         self,
-    ) -> tuple[list[seng.SENG], list[torch.optim.lr_scheduler.LRScheduler]]:
-        opt = seng.SENG(
-            self, lr=0.1, weight_decay=1e-4
-        )  # was: torch.optim.SGD(self.parameters(), lr=0.1, …)
-        return [opt], [
-            torch.optim.lr_scheduler.CosineAnnealingLR(opt, self.trainer.max_epochs)
-        ]
+    ) -> tuple[list[seng.SENG], list[LRScheduler]]:
+        # was: torch.optim.SGD(self.parameters(), lr=0.1, …)
+        opt = seng.SENG(self, lr=0.1, weight_decay=1e-4)
+        return [opt], [CosineAnnealingLR(opt, self.trainer.max_epochs)]
 
 
 torch.manual_seed(0)
@@ -58,12 +55,10 @@ trainer = L.Trainer(
     accelerator="cpu",
     **quiet,
 )
-trainer.fit(
-    model := Digits(), DataLoader(TensorDataset(x[:1500], y[:1500]), 64, shuffle=True)
-)
-print(
-    {name: layer["form"] for name, layer in trainer.optimizers[0].diagnostics().items()}
-)
-print(
-    f"final loss {model.eval().training_step([x[1500:], y[1500:]], 0).item():.4f}"
-)  # on digits it has not seen
+train = TensorDataset(x[:1500], y[:1500])
+trainer.fit(model := Digits(), DataLoader(train, 64, shuffle=True))
+report = trainer.optimizers[0].diagnostics()
+print({name: layer["form"] for name, layer in report.items()})
+# On digits it has not seen:
+final = model.eval().training_step([x[1500:], y[1500:]], 0).item()
+print(f"final loss {final:.4f}")

@@ -11,7 +11,9 @@ class Gated(nn.Module):
 
     def __init__(self, features: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, features) / features**0.5)
+        self.weight = nn.Parameter(
+            torch.randn(outputs, features) / features**0.5
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh() @ self.weight.T
@@ -26,7 +28,9 @@ def _(layer: Gated, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 torch.manual_seed(0)
 model = nn.Sequential(Gated(10, 32), nn.ReLU(), nn.Linear(32, 1))
-opt = seng.SENG(model, lr=0.05, strict=True)  # strict: every parameter must be covered
+opt = seng.SENG(
+    model, lr=0.05, strict=True
+)  # strict: every parameter must be covered
 x = torch.randn(256, 10)
 y = x.sin().sum(1, keepdim=True)
 for _ in range(100):

@@ -16,7 +16,9 @@ model = nn.Sequential(
 )
 x, y = torch.randn(640, 1, 8, 8), torch.randint(10, (640,))
 
-curvature = seng.Curvature(decay=0, relative_damping=False, sketch=seng.sketch.Rows(64))
+curvature = seng.Curvature(
+    decay=0, relative_damping=False, sketch=seng.sketch.Rows(64)
+)
 opt = seng.SENG(
     model,
     lr=0.05,
@@ -30,17 +32,19 @@ lr = schedule_lr(
     opt, lambda epoch, lr: exp(epoch, lr, epochs=75, rate=5), steps_per_epoch
 )
 lam = DampingSchedule(
-    opt, lambda epoch, initial: damping(epoch, initial, gamma=0.9), steps_per_epoch
+    opt,
+    lambda epoch, initial: damping(epoch, initial, gamma=0.9),
+    steps_per_epoch,
 )
 
 for _ in range(epochs):
     for batch in torch.randperm(640).view(steps_per_epoch, 64):
-        if (
-            opt.refresh_due
-        ):  # a batch of its own for the curvature, independent of the gradient's
+        if opt.refresh_due:  # a batch of its own for the curvature, independent of the gradient's
             other = torch.randint(640, (64,))
             with opt.curvature_batch():
-                nn.functional.cross_entropy(model(x[other]), y[other]).backward()
+                nn.functional.cross_entropy(
+                    model(x[other]), y[other]
+                ).backward()
         opt.zero_grad()
         loss = nn.functional.cross_entropy(model(x[batch]), y[batch])
         loss.backward()

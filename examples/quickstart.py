@@ -6,7 +6,9 @@ from torch import nn
 import seng
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(inplace=True), nn.Linear(64, 1))
+model = nn.Sequential(
+    nn.Linear(20, 64), nn.ReLU(inplace=True), nn.Linear(64, 1)
+)
 x = torch.randn(512, 20)
 y = x[:, :5].prod(1, keepdim=True).tanh()
 

@@ -20,13 +20,17 @@ from seng.lab.ranks import ALONE, SHARED, Ranks
 class Checkpoint:
     """One file that is written anew every so many seconds."""
 
-    def __init__(self, path: Path, seconds: float = 60.0, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, path: Path, seconds: float = 60.0, ranks: Ranks = ALONE
+    ) -> None:
         self.path, self.seconds, self.ranks = path, seconds, ranks
         self.last = monotonic()
 
     def save(self, state: Callable[[], dict[str, Any]]) -> bool:
         """Write what `state` gives, if it is time; whether it did. A disk that is full keeps the last one and warns."""
-        if not self.ranks.first_has(lambda: monotonic() - self.last >= self.seconds):
+        if not self.ranks.first_has(
+            lambda: monotonic() - self.last >= self.seconds
+        ):
             return False
         whole = state()  # on all ranks, as an optimizer may gather its state
         if not self.ranks.first:
@@ -39,8 +43,15 @@ class Checkpoint:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(half, self.path)
-        except (OSError, RuntimeError) as why:  # torch reports a full disk as either
-            kept = "the one before stays" if self.path.exists() else "there is none yet"
+        except (
+            OSError,
+            RuntimeError,
+        ) as why:  # torch reports a full disk as either
+            kept = (
+                "the one before stays"
+                if self.path.exists()
+                else "there is none yet"
+            )
             warnings.warn(
                 f"seng: the checkpoint {self.path} could not be written ({why}); {kept}",
                 stacklevel=2,

@@ -14,7 +14,11 @@ COMMANDS = {  # word -> the module and the function in it that does it, and what
         "main",
         "SENG, SGD, Adam and K-FAC train a small network side by side, in half a minute",
     ),
-    "train": ("seng.lab.compare", "main_train", "train one optimizer on a task"),
+    "train": (
+        "seng.lab.compare",
+        "main_train",
+        "train one optimizer on a task",
+    ),
     "compare": (
         "seng.lab.compare",
         "main",
@@ -74,5 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         found = import_module(module)
     except ImportError as missing:
-        sys.exit(f"seng {words[0]}: {missing.name} is missing: pip install 'seng[lab]'")
+        sys.exit(
+            f"seng {words[0]}: {missing.name} is missing: pip install 'seng[lab]'"
+        )
     getattr(found, function)(words[1:])

@@ -118,14 +118,20 @@ def check_set(given: Sequence[str], optimizers: Sequence[str]) -> None:
 
 
 def chosen(
-    what: Task, optimizer: str, how: How, out: Path, epochs: float | None = None
+    what: Task,
+    optimizer: str,
+    how: How,
+    out: Path,
+    epochs: float | None = None,
 ) -> tuple[Recipe, dict[str, Any] | None]:
     """The recipe, and how it was tuned; what was tuned under the same label comes first."""
     path = out / what.name / TUNED
     budget = what.epochs if epochs is None else epochs
     try:
         known = (
-            json.loads(path.read_text()) if path.exists() and not how.untuned else {}
+            json.loads(path.read_text())
+            if path.exists() and not how.untuned
+            else {}
         )
     except ValueError as wrong:
         raise ValueError(
@@ -140,7 +146,9 @@ def chosen(
         raise ValueError(
             f"{path} has nothing for {optimizer} under {how.tuned!r}: {command} finds it"
         )
-    tuned = known.get(f"{optimizer}-{how.tuned or how.label}") or known.get(optimizer)
+    tuned = known.get(f"{optimizer}-{how.tuned or how.label}") or known.get(
+        optimizer
+    )
     base = what.recipe(optimizer, budget)
     if tuned is not None:
         scale = budget / tuned.get(
@@ -171,10 +179,12 @@ def runs(
     """Everything that is to be run, seed after seed."""
     check_set(how.set, optimizers)
     recipes = {
-        name: chosen(what, name, how, out, amounts.epochs) for name in optimizers
+        name: chosen(what, name, how, out, amounts.epochs)
+        for name in optimizers
     }
     common: dict[str, Any] = {
-        name: getattr(how, name) for name in ("label", "compile", "graph", "shared")
+        name: getattr(how, name)
+        for name in ("label", "compile", "graph", "shared")
     }
     common["stop"] = amounts.stop
     return [
@@ -216,7 +226,9 @@ def carried_out(
 ) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Each line of each run as it comes."""
     data = open_data(todo[0].task.data, where.data)
-    for run in {run.name: run for run in todo}.values() if ranks.count > 1 else ():
+    for run in (
+        {run.name: run for run in todo}.values() if ranks.count > 1 else ()
+    ):
         try:
             run.recipe.optimizer(
                 run.task.build(data.classes)
@@ -232,16 +244,23 @@ def carried_out(
             warm.add(run.recipe.name)
         training = Training(run, data, device, command, ranks)
         place = (
-            where.out / run.task.name / "checkpoints" / f"{run.path(where.out).stem}.pt"
+            where.out
+            / run.task.name
+            / "checkpoints"
+            / f"{run.path(where.out).stem}.pt"
         )
         writer = _writer(where.tensorboard if ranks.first else None, run)
         checkpoint = (
-            Checkpoint(place, how.checkpoint, ranks) if run.recipe.resumable else None
+            Checkpoint(place, how.checkpoint, ranks)
+            if run.recipe.resumable
+            else None
         )
         for line in train(training, where.out, checkpoint, how.again):
             for name in ("train_loss", "loss", "metric") if writer else ():
                 if line[name] is not None:
-                    writer.add_scalar(name, line[name], line["step"], line["seconds"])
+                    writer.add_scalar(
+                        name, line[name], line["step"], line["seconds"]
+                    )
             yield run, line
         if writer:
             writer.close()
@@ -274,14 +293,20 @@ def go(
                     standings.say(
                         f"{name}: its recipe was tuned with {what} {tuned[what]:g} and now runs with {value:g}"
                     )
-        budgets = {run.name: (run.tuning or {}).get("trials", 0) for run in todo}
+        budgets = {
+            run.name: (run.tuning or {}).get("trials", 0) for run in todo
+        }
         if len(set(budgets.values())) > 1:
-            told = ", ".join(f"{name} {trials}" for name, trials in budgets.items())
+            told = ", ".join(
+                f"{name} {trials}" for name, trials in budgets.items()
+            )
             standings.say(
                 f"these recipes were chosen by different numbers of trials: {told}"
             )
         try:
-            for run, line in carried_out(todo, where, how, command, device, ranks):
+            for run, line in carried_out(
+                todo, where, how, command, device, ranks
+            ):
                 standings.tell(run, line)
         except KeyboardInterrupt:
             standings.say(
@@ -307,7 +332,11 @@ def parsed(
     given = list(sys.argv[1:] if arguments is None else arguments)
     config = (tyro.conf.OmitArgPrefixes,)
     options = tyro.cli(
-        kind, prog=f"seng {words}", description=kind.__doc__, args=given, config=config
+        kind,
+        prog=f"seng {words}",
+        description=kind.__doc__,
+        args=given,
+        config=config,
     )
     return options, command_of([words], given)
 

@@ -136,7 +136,9 @@ class Run:
     epochs: int
     losses: list[float] = field(default_factory=list)  # mean over the lap
     accuracies: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # since the start, training only
+    seconds: list[float] = field(
+        default_factory=list
+    )  # since the start, training only
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -162,12 +164,16 @@ class Run:
         start = time.perf_counter()
         for batch in self.batches[done : done + LAP]:
             self.optimizer.zero_grad()
-            loss = cross_entropy(self.model(self.data.x[batch]), self.data.y[batch])
+            loss = cross_entropy(
+                self.model(self.data.x[batch]), self.data.y[batch]
+            )
             loss.backward()
             self.optimizer.step()
             losses.append(loss.item())
         self.seconds.append(
-            (self.seconds[-1] if self.seconds else 0.0) + time.perf_counter() - start
+            (self.seconds[-1] if self.seconds else 0.0)
+            + time.perf_counter()
+            - start
         )
         self.losses.append(fmean(losses))
         self.model.eval()
@@ -179,7 +185,11 @@ class Run:
     def laps_to_target(self) -> int | None:
         """The first evaluation that reaches the target."""
         return next(
-            (i + 1 for i, accuracy in enumerate(self.accuracies) if accuracy >= TARGET),
+            (
+                i + 1
+                for i, accuracy in enumerate(self.accuracies)
+                if accuracy >= TARGET
+            ),
             None,
         )
 
@@ -192,11 +202,11 @@ class Run:
 Runs = dict[str, list[Run]]  # by optimizer, one per seed
 
 
-def race(data: Data, epochs: int, seeds: Sequence[int], console: Console) -> Runs:
+def race(
+    data: Data, epochs: int, seeds: Sequence[int], console: Console
+) -> Runs:
     """All optimizers and seeds, lap by lap in turns; who begins a round changes from round to round."""
-    for recipe in (
-        RECIPES
-    ):  # what the first steps of a process cost should not count for whoever begins
+    for recipe in RECIPES:  # what the first steps of a process cost should not count for whoever begins
         Run(recipe, 0, data, 1).lap()
     runs: Runs = {recipe.name: [] for recipe in RECIPES}
     columns = (
@@ -216,7 +226,8 @@ def race(data: Data, epochs: int, seeds: Sequence[int], console: Console) -> Run
                 runs[run.recipe.name].append(run)
             for i in range(entrants[0].laps):
                 for run in (
-                    entrants[i % len(entrants) :] + entrants[: i % len(entrants)]
+                    entrants[i % len(entrants) :]
+                    + entrants[: i % len(entrants)]
                 ):
                     run.lap()
                     now = f"seed {seed}  loss {run.losses[-1]:.4f}  test {run.accuracies[-1]:.1%}"
@@ -254,7 +265,10 @@ def table(runs: Runs) -> Table:
             if (laps := run.laps_to_target)
         ]
         steps, seconds = (
-            (fmean(laps for laps, _ in there) * LAP, fmean(s for _, s in there))
+            (
+                fmean(laps for laps, _ in there) * LAP,
+                fmean(s for _, s in there),
+            )
             if there
             else (nan, nan)
         )
@@ -275,7 +289,9 @@ def table(runs: Runs) -> Table:
 def picture(runs: Runs, facts: str, path: Path) -> None:
     """Training loss and test accuracy, against steps and against seconds: mean over the seeds and the range between them."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
-    figure.suptitle(f"Digits: training a small CNN, batch {BATCH}\n", fontsize=14)
+    figure.suptitle(
+        f"Digits: training a small CNN, batch {BATCH}\n", fontsize=14
+    )
     figure.text(0.5, 0.945, facts, ha="center", fontsize=8.5, color="0.35")
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
     for name, group in runs.items():
@@ -285,8 +301,13 @@ def picture(runs: Runs, facts: str, path: Path) -> None:
             100 * np.array([run.accuracies for run in group]),
         )
         steps = LAP * np.arange(1, losses.shape[1] + 1)
-        for column, x in enumerate((steps, np.mean([run.seconds for run in group], 0))):
-            for ax, y in ((axes[0, column], losses), (axes[1, column], accuracies)):
+        for column, x in enumerate(
+            (steps, np.mean([run.seconds for run in group], 0))
+        ):
+            for ax, y in (
+                (axes[0, column], losses),
+                (axes[1, column], accuracies),
+            ):
                 ax.plot(
                     x,
                     y.mean(0),
@@ -296,7 +317,12 @@ def picture(runs: Runs, facts: str, path: Path) -> None:
                     linewidth=1.8,
                 )
                 ax.fill_between(
-                    x, y.min(0), y.max(0), color=recipe.colour, alpha=0.15, linewidth=0
+                    x,
+                    y.min(0),
+                    y.max(0),
+                    color=recipe.colour,
+                    alpha=0.15,
+                    linewidth=0,
                 )
     for ax in axes.flat:
         ax.grid(alpha=0.25)
@@ -313,7 +339,9 @@ def picture(runs: Runs, facts: str, path: Path) -> None:
             fontsize=8,
         )
     axes[0, 0].set(
-        yscale="log", ylabel=f"training loss, mean of {LAP} steps", title="per step"
+        yscale="log",
+        ylabel=f"training loss, mean of {LAP} steps",
+        title="per step",
     )
     axes[0, 1].set_title("per second of training")
     axes[1, 0].set(ylim=(85, 100.2), ylabel="test accuracy, %", xlabel="steps")
@@ -327,7 +355,9 @@ def tune(epochs: int, console: Console) -> Table:
     """The search behind each recipe's `lr`."""
     train = digits()
     data = split(train.x, train.y)
-    out = Table(title="Validation accuracy, mean over the run, %", title_justify="left")
+    out = Table(
+        title="Validation accuracy, mean over the run, %", title_justify="left"
+    )
     for header in (
         "optimizer",
         "lr",
@@ -342,7 +372,8 @@ def tune(epochs: int, console: Console) -> Table:
         found: dict[float, list[float]] = {}
         for lr in recipe.grid:
             runs = [
-                Run(replace(recipe, lr=lr), seed, data, epochs) for seed in TUNING_SEEDS
+                Run(replace(recipe, lr=lr), seed, data, epochs)
+                for seed in TUNING_SEEDS
             ]
             with console.status(f"{recipe.name}, lr {lr:g}"):
                 for run in runs * runs[0].laps:
@@ -350,7 +381,9 @@ def tune(epochs: int, console: Console) -> Table:
             found[lr] = [100 * fmean(run.accuracies) for run in runs]
         best = max(found, key=lambda lr: fmean(found[lr]))
         for lr, each in found.items():
-            marks = " ".join(("best",) * (lr == best) + ("used",) * (lr == recipe.lr))
+            marks = " ".join(
+                ("best",) * (lr == best) + ("used",) * (lr == recipe.lr)
+            )
             out.add_row(
                 recipe.name,
                 f"{lr:g}",
@@ -368,9 +401,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="SENG twice, SGD, Adam and K-FAC side by side on digits",
     )
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, …")
     parser.add_argument(
-        "--out", type=Path, default=Path("demo.png"), help="where the picture goes"
+        "--seeds", type=int, default=3, help="how many: 0, 1, …"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("demo.png"),
+        help="where the picture goes",
     )
     parser.add_argument(
         "--tune",
@@ -399,7 +437,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = race(digits(), options.epochs, seeds, console)
     console.print(table(runs))
     picture(runs, f"{facts}; line: mean, band: lowest to highest", options.out)
-    console.print(f"picture: {options.out.resolve()}", highlight=False, soft_wrap=True)
+    console.print(
+        f"picture: {options.out.resolve()}", highlight=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from seng.gpu.replay import side_stream
+from seng.gpu.recorder import side_stream
 from seng.lab.problems import Batch
 
 
@@ -39,11 +39,11 @@ class Graphed:
         self.batch = torch.empty_like(x), torch.empty_like(y)
         self.graph = torch.cuda.CUDAGraph()
         for p in self.params:
-            p.grad = (
-                None  # so that a replay overwrites gradients, and does not add to them
-            )
+            p.grad = None  # so that a replay overwrites gradients, and does not add to them
         with torch.cuda.graph(
-            self.graph, stream=side_stream(x.device), capture_error_mode="thread_local"
+            self.graph,
+            stream=side_stream(x.device),
+            capture_error_mode="thread_local",
         ):
             loss = self.loss(self.batch)
             loss.backward()

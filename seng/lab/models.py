@@ -37,19 +37,29 @@ class Residual(nn.Module):
         return out
 
 
-def conv_norm(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+def conv_norm(
+    inputs: int, outputs: int, size: int, stride: int = 1
+) -> list[nn.Module]:
     """A convolution and its BatchNorm, which makes a bias redundant; the padding keeps the image size at stride 1."""
     return [
-        nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False),
+        nn.Conv2d(
+            inputs, outputs, size, stride, padding=size // 2, bias=False
+        ),
         nn.BatchNorm2d(outputs),
     ]
 
 
 def basic(inputs: int, width: int, stride: int) -> Residual:
     """Two 3×3 convolutions: the block of ResNet18."""
-    first, second = conv_norm(inputs, width, 3, stride), conv_norm(width, width, 3)
+    first, second = (
+        conv_norm(inputs, width, 3, stride),
+        conv_norm(width, width, 3),
+    )
     return Residual(
-        nn.Sequential(*first, nn.ReLU(inplace=True), *second), inputs, width, stride
+        nn.Sequential(*first, nn.ReLU(inplace=True), *second),
+        inputs,
+        width,
+        stride,
     )
 
 
@@ -67,7 +77,9 @@ def bottleneck(inputs: int, width: int, stride: int) -> Residual:
 
 
 def stages(
-    block: Callable[[int, int, int], Residual], depths: tuple[int, ...], expansion: int
+    block: Callable[[int, int, int], Residual],
+    depths: tuple[int, ...],
+    expansion: int,
 ) -> list[nn.Module]:
     """The four stages of a ResNet, 64 to 512 wide; each but the first halves the image."""
     blocks: list[nn.Module] = []
@@ -75,7 +87,9 @@ def stages(
     for stage, depth in enumerate(depths):
         width = 64 * 2**stage
         for position in range(depth):
-            blocks.append(block(inputs, width, 2 if stage > 0 and position == 0 else 1))
+            blocks.append(
+                block(inputs, width, 2 if stage > 0 and position == 0 else 1)
+            )
             inputs = width * expansion
     return blocks
 
@@ -84,7 +98,9 @@ def resnet18(classes: int = 10) -> nn.Sequential:
     """ResNet18 for 32×32 images."""
     stem = [*conv_norm(3, 64, 3), nn.ReLU(inplace=True)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes)]
-    return initialised(nn.Sequential(*stem, *stages(basic, (2, 2, 2, 2), 1), *head))
+    return initialised(
+        nn.Sequential(*stem, *stages(basic, (2, 2, 2, 2), 1), *head)
+    )
 
 
 def resnet50(classes: int = 1000) -> nn.Sequential:
@@ -116,7 +132,9 @@ def vgg16_bn(classes: int = 10) -> nn.Sequential:
     head: list[nn.Module] = [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
     for inputs in (512 * 7 * 7, 4096):
         head += [nn.Linear(inputs, 4096), nn.ReLU(inplace=True), nn.Dropout()]
-    model = initialised(nn.Sequential(*features, *head, nn.Linear(4096, classes)))
+    model = initialised(
+        nn.Sequential(*features, *head, nn.Linear(4096, classes))
+    )
     for layer in model:
         if isinstance(layer, nn.Linear):
             nn.init.normal_(layer.weight, std=0.01)
@@ -196,12 +214,17 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, width) to the same."""
         q, k, v = (
-            self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            self.qkv(x)
+            .unflatten(2, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
         )  # each (B, heads, T, width/heads)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
@@ -212,13 +235,19 @@ class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): the norms come first, as in GPT-2 and ViT."""
 
     def __init__(
-        self, width: int, attention: Attention, activation: nn.Module, eps: float
+        self,
+        width: int,
+        attention: Attention,
+        activation: nn.Module,
+        eps: float,
     ) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width, eps), attention
         self.norm2 = nn.LayerNorm(width, eps)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), activation, nn.Linear(4 * width, width)
+            nn.Linear(width, 4 * width),
+            activation,
+            nn.Linear(4 * width, width),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,7 +261,12 @@ class GPT2(nn.Module):
     """GPT-2 without its dropout: learned positions, and one matrix for the tokens going in and coming out."""
 
     def __init__(
-        self, layers: int, width: int, heads: int, vocabulary: int, context: int
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        vocabulary: int,
+        context: int,
     ) -> None:
         super().__init__()
         self.tokens, self.positions = (
@@ -265,11 +299,13 @@ class GPT2(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) to logits (B, T, vocabulary)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
-            tokens
-        )  # (B, T): the sample comes first
+        positions = torch.arange(
+            tokens.shape[1], device=tokens.device
+        ).expand_as(tokens)  # (B, T): the sample comes first
         out: Tensor = self.head(
-            self.norm(self.blocks(self.tokens(tokens) + self.positions(positions)))
+            self.norm(
+                self.blocks(self.tokens(tokens) + self.positions(positions))
+            )
         )
         return out
 
@@ -289,16 +325,27 @@ class ViT(nn.Module):
     """Patches and a class token through a transformer."""
 
     def __init__(
-        self, layers: int, width: int, heads: int, patch: int, size: int, classes: int
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        patch: int,
+        size: int,
+        classes: int,
     ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.positions = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + 1, width))
+        self.positions = nn.Parameter(
+            torch.zeros(1, (size // patch) ** 2 + 1, width)
+        )
         self.blocks = nn.Sequential(
             *(
                 TransformerBlock(
-                    width, Attention(width, heads, causal=False), nn.GELU(), 1e-6
+                    width,
+                    Attention(width, heads, causal=False),
+                    nn.GELU(),
+                    1e-6,
                 )
                 for _ in range(layers)
             )
@@ -337,7 +384,9 @@ def initialised(model: nn.Sequential) -> nn.Sequential:
     """He's initialisation for every convolution (fan out), as both papers' reference code has it."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.kaiming_normal_(
+                layer.weight, mode="fan_out", nonlinearity="relu"
+            )
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
     return model

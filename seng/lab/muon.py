@@ -26,11 +26,15 @@ class MuonAndAdamW:
         fused: bool | None = None,
     ) -> None:
         layers = [
-            layer for layer in model.modules() if isinstance(layer, nn.Linear | _ConvNd)
+            layer
+            for layer in model.modules()
+            if isinstance(layer, nn.Linear | _ConvNd)
         ]
         head = [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]
         tables = {
-            layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)
+            layer.weight
+            for layer in model.modules()
+            if isinstance(layer, nn.Embedding)
         } | {h.weight for h in head}
         self.weights = list(
             dict.fromkeys(
@@ -72,7 +76,10 @@ class MuonAndAdamW:
 
     def state_dict(self) -> dict[str, Any]:
         """Of both."""
-        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
+        return {
+            "muon": self.muon.state_dict(),
+            "adamw": self.adamw.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
@@ -82,5 +89,7 @@ class MuonAndAdamW:
 
 def as_matrix(x: Tensor, weight: Tensor) -> Tensor:
     """A weight, or its gradient, as (n_G, n_A): a view in either memory format. Muon does not mind the order of columns."""
-    last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+    last = weight.dim() == 4 and weight.is_contiguous(
+        memory_format=torch.channels_last
+    )
     return (x.permute(0, 2, 3, 1) if last else x).flatten(1)

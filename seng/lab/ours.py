@@ -21,9 +21,7 @@ SVHN = "Ours on SVHN: unless the official files were at hand, crops rebuilt from
 class Side:
     """One method on one task; where nothing is known, dashes."""
 
-    to_target: str = (
-        NONE  # seconds, or N/accuracy as the paper writes of a method that missed it
-    )
+    to_target: str = NONE  # seconds, or N/accuracy as the paper writes of a method that missed it
     epochs: str = NONE  # to the target
     seeds: str = NONE  # how many reached it
     final: str = NONE  # accuracy, %
@@ -37,11 +35,16 @@ def theirs(attempt: paper.Attempt | None, epochs: float | None = None) -> Side:
         return Side()
     epochs = attempt.epochs if epochs is None else epochs
     to_target = (
-        _missed(attempt.best) if attempt.seconds is None else f"{attempt.seconds:.2f}"
+        _missed(attempt.best)
+        if attempt.seconds is None
+        else f"{attempt.seconds:.2f}"
     )
     said = NONE if epochs is None else f"{epochs:.1f}"
     return Side(
-        to_target, said, seconds=attempt.seconds, epoch_seconds=attempt.epoch_seconds
+        to_target,
+        said,
+        seconds=attempt.seconds,
+        epoch_seconds=attempt.epoch_seconds,
     )
 
 
@@ -79,7 +82,9 @@ def ratio(value: float | None, base: float | None) -> str:
 
 
 def _missed(best: float | None) -> str:
-    return "N" if best is None else f"N/{f'{100 * best:.2f}'.removesuffix('0')}%"
+    return (
+        "N" if best is None else f"N/{f'{100 * best:.2f}'.removesuffix('0')}%"
+    )
 
 
 def _written(value: Estimate | None, scale: float = 1.0) -> str:
@@ -131,7 +136,11 @@ class Found:
             for run in self.trajectories
         ]
         keys = sorted(
-            {(optimizer, int(number[1])) for optimizer, number in labels if number}
+            {
+                (optimizer, int(number[1]))
+                for optimizer, number in labels
+                if number
+            }
         )
         runs = {
             (n, who): self.runs(STUDY.name, f"{who}-{prefix}{n}", STUDY.target)
@@ -150,7 +159,11 @@ class Found:
                 for p in provenances(run)
             )
             keys = dict.fromkeys(
-                (run.run.get("batch"), run.run.get("epochs"), run.run.get("amp"))
+                (
+                    run.run.get("batch"),
+                    run.run.get("epochs"),
+                    run.run.get("amp"),
+                )
                 for run in self.taken
             )
             settings = (

@@ -34,7 +34,9 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
             "one Tesla V100",
         ),
         "imagenet": Source(
-            "ImageNet-stat", "6.2", "ResNet50 on ImageNet-1k to 75.9 %, batch 256"
+            "ImageNet-stat",
+            "6.2",
+            "ResNet50 on ImageNet-1k to 75.9 %, batch 256",
         ),
         "frequency": Source(
             "ImageNet-freq-stat",
@@ -64,7 +66,9 @@ class Attempt:
     @property
     def epochs(self) -> float | None:
         """To the target; not printed, but the two times say it."""
-        return None if self.seconds is None else self.seconds / self.epoch_seconds
+        return (
+            None if self.seconds is None else self.seconds / self.epoch_seconds
+        )
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,9 @@ class LargeBatch:
     @property
     def recipe(self) -> dict[str, Any]:
         """The fields of a recipe, in the paper's units."""
-        values = {key: value for key, value in asdict(self).items() if key != "batch"}
+        values = {
+            key: value for key, value in asdict(self).items() if key != "batch"
+        }
         return {**values, "schedule": "exp", "warmup": 5.0}
 
 
@@ -267,7 +273,10 @@ def grids(optimizer: str, task: str) -> tuple[Grid, ...]:
 
 def points(grid: Grid) -> Iterator[dict[str, Any]]:
     """Every combination of a grid."""
-    return (dict(zip(grid, values, strict=True)) for values in product(*grid.values()))
+    return (
+        dict(zip(grid, values, strict=True))
+        for values in product(*grid.values())
+    )
 
 
 def in_sgd_units(point: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from seng.lab.ranks import ALONE, Ranks
 from seng.lab.streams import Streamed
 
 CHUNK = 1000  # samples that are evaluated together
-Batch = tuple[Tensor, Tensor]  # what the network sees, and what it is asked for
+Batch = tuple[
+    Tensor, Tensor
+]  # what the network sees, and what it is asked for
 
 
 class Problem(Protocol):
@@ -58,7 +60,9 @@ def _full(out: Tensor) -> Tensor:
 
 
 def _held_out(data: Data, ranks: Ranks) -> Iterator[Batch]:
-    in_memory = zip(data.test.x.split(CHUNK), data.test.y.split(CHUNK), strict=True)
+    in_memory = zip(
+        data.test.x.split(CHUNK), data.test.y.split(CHUNK), strict=True
+    )
     for x, y in (
         data.held_out(CHUNK, ranks)
         if isinstance(data, Streamed)
@@ -77,15 +81,21 @@ def _shuffled(
 ) -> Iterator[Batch]:
     """Chance is drawn for the whole batch, so that an image meets the same whatever the number of ranks."""
     if isinstance(data, Streamed):
-        for images, classes in data.epoch(batch, order.initial_seed(), 0, ranks):
+        for images, classes in data.epoch(
+            batch, order.initial_seed(), 0, ranks
+        ):
             seen = ranks.part(augment(ranks.among(images, batch), chance))
             yield normalise(seen, data.mean, data.std), classes
         return
     x, y = data.train.x, data.train.y
-    shuffled = torch.randperm(len(y), generator=order).to(x.device, non_blocking=True)
+    shuffled = torch.randperm(len(y), generator=order).to(
+        x.device, non_blocking=True
+    )
     for rows in shuffled[: len(y) // batch * batch].split(batch):
         yield (
-            normalise(ranks.part(augment(x[rows], chance)), data.mean, data.std),
+            normalise(
+                ranks.part(augment(x[rows], chance)), data.mean, data.std
+            ),
             y[ranks.part(rows)],
         )
 
@@ -164,9 +174,9 @@ class Reconstruction:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed over pixels, as the classic experiments have it."""
         out = model(batch[0]).float()
-        return F.binary_cross_entropy_with_logits(out, batch[1], reduction="sum") / len(
-            out
-        )
+        return F.binary_cross_entropy_with_logits(
+            out, batch[1], reduction="sum"
+        ) / len(out)
 
     def held_out(
         self, model: nn.Module, data: Data, ranks: Ranks = ALONE
@@ -177,8 +187,13 @@ class Reconstruction:
         for x in ranks.share(data.test.x.split(CHUNK)):
             flat = x.flatten(1).float() / 255
             out = model(flat).float()
-            loss = loss + F.binary_cross_entropy_with_logits(out, flat, reduction="sum")
-            error, count = error + (out.sigmoid() - flat).square().sum(), count + len(x)
+            loss = loss + F.binary_cross_entropy_with_logits(
+                out, flat, reduction="sum"
+            )
+            error, count = (
+                error + (out.sigmoid() - flat).square().sum(),
+                count + len(x),
+            )
         return ranks.average(loss, count), ranks.average(error, count)
 
 
@@ -206,15 +221,21 @@ class Language:
         """Pieces of the text that begin anywhere."""
         steps, reach = self.steps(data, batch), torch.arange(self.context + 1)
         starts = torch.randint(
-            len(data.train.x) - self.context, (steps, batch, 1), generator=order
+            len(data.train.x) - self.context,
+            (steps, batch, 1),
+            generator=order,
         )
-        for rows in (starts + reach).to(data.train.x.device, non_blocking=True):
+        for rows in (starts + reach).to(
+            data.train.x.device, non_blocking=True
+        ):
             piece = data.train.x[ranks.part(rows)]
             yield piece[:, :-1], piece[:, 1:]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean over tokens."""
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+        return F.cross_entropy(
+            model(batch[0]).flatten(0, 1), batch[1].flatten()
+        )
 
     def held_out(
         self, model: nn.Module, data: Data, ranks: Ranks = ALONE
@@ -225,7 +246,9 @@ class Language:
         inputs, targets = text[:-1].view(count, -1), text[1:].view(count, -1)
         loss = torch.zeros((), device=text.device)
         tokens = 0
-        for x, y in ranks.share(zip(inputs.split(64), targets.split(64), strict=True)):
+        for x, y in ranks.share(
+            zip(inputs.split(64), targets.split(64), strict=True)
+        ):
             loss = loss + F.cross_entropy(
                 _full(model(x)).flatten(0, 1), y.flatten(), reduction="sum"
             )

@@ -65,7 +65,11 @@ class Link:
 
     def all_reduce(self, size: float, gpus: int) -> float:
         """ρ(size), in seconds."""
-        hops = gpus - 1 if self.reduction == "ring" else math.ceil(math.log2(gpus))
+        hops = (
+            gpus - 1
+            if self.reduction == "ring"
+            else math.ceil(math.log2(gpus))
+        )
         return (
             2 * (gpus - 1) / gpus * size / (1e9 * self.bandwidth_gbs)
             + 2e-6 * hops * self.latency_us
@@ -181,7 +185,9 @@ class Projection:
     def exposed(self, size: float, gpus: int) -> float:
         """ε(size): seconds of an all-reduce beside the backward that the backward does not hide."""
         whole = self.link.all_reduce(size, gpus)
-        return whole - min(self.method.overlap * whole, BACKWARD * self.compute.step)
+        return whole - min(
+            self.method.overlap * whole, BACKWARD * self.compute.step
+        )
 
     def seconds(self, method: str, gpus: int) -> float:
         """Of a step, a refresh spread over T of them."""
@@ -193,9 +199,9 @@ class Projection:
             return ours + self.exposed(2 * g, gpus)
         if method == "block":
             return ours + self.exposed(g, gpus) + self.link.all_reduce(g, gpus)
-        to_owners = self.link.all_to_all(self.sketches, gpus) + self.link.all_to_all(
-            self.directions, gpus
-        )
+        to_owners = self.link.all_to_all(
+            self.sketches, gpus
+        ) + self.link.all_to_all(self.directions, gpus)
         refresh = self.link.all_reduce(self.basis, gpus) + to_owners
         return ours + self.exposed(g, gpus) + refresh / T
 

@@ -111,12 +111,19 @@ class Ranks:
         )
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                host, port = (
+                    os.environ["MASTER_ADDR"],
+                    int(os.environ["MASTER_PORT"]),
+                )
                 store = dist.TCPStore(  # type: ignore[attr-defined]
                     host, port, self.count, is_master=False, timeout=wait
                 )
                 fresh = dist.PrefixStore(_start(store, self, timeout), store)  # type: ignore[attr-defined]
-                kind |= {"store": fresh, "rank": self.rank, "world_size": self.count}
+                kind |= {
+                    "store": fresh,
+                    "rank": self.rank,
+                    "world_size": self.count,
+                }
             dist.init_process_group(timeout=wait, **kind)
         except (
             RuntimeError,
@@ -153,7 +160,9 @@ class Ranks:
         """This rank's of a batch, which are as many on all ranks."""
         size = len(rows) // self.count
         return (
-            rows if self.count == 1 else rows[self.rank * size : (self.rank + 1) * size]  # type: ignore[return-value]
+            rows
+            if self.count == 1
+            else rows[self.rank * size : (self.rank + 1) * size]  # type: ignore[return-value]
         )
 
     def among(self, part: Tensor, batch: int) -> Tensor:
@@ -167,7 +176,9 @@ class Ranks:
     def share(self, pieces: Iterable[T]) -> Iterable[T]:
         """Every count-th of some pieces of work."""
         return (
-            pieces if self.count == 1 else islice(pieces, self.rank, None, self.count)
+            pieces
+            if self.count == 1
+            else islice(pieces, self.rank, None, self.count)
         )
 
     def mean(self, x: Tensor) -> Tensor:
@@ -180,7 +191,10 @@ class Ranks:
             return total / count
         sums = self._sum(
             torch.stack(
-                (total.double(), torch.full_like(total, count, dtype=torch.float64))
+                (
+                    total.double(),
+                    torch.full_like(total, count, dtype=torch.float64),
+                )
             )
         )
         return (sums[0] / sums[1]).to(total.dtype)
@@ -248,13 +262,16 @@ def _start(store: Any, ranks: Ranks, timeout: float) -> str:
     while monotonic() < end:
         if ranks.first:
             here = [
-                word for rank in range(ranks.count) for word in read(f"seng {rank} is")
+                word
+                for rank in range(ranks.count)
+                for word in read(f"seng {rank} is")
             ]
             if here != read("seng named")[1:]:
                 name = uuid4().hex
                 store.set("seng named", " ".join([name, *here]))
             if all(
-                read(f"seng {rank} found") == [name] for rank in range(1, ranks.count)
+                read(f"seng {rank} found") == [name]
+                for rank in range(1, ranks.count)
             ):
                 store.set("seng start", name)
                 return name
@@ -266,7 +283,9 @@ def _start(store: Any, ranks: Ranks, timeout: float) -> str:
     raise RuntimeError("not all of them came")
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None) -> int:
+def _number(
+    environment: Mapping[str, str], name: str, default: int | None
+) -> int:
     text = environment.get(name, default)
     try:
         return int(text)  # type: ignore[arg-type]

@@ -10,7 +10,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    Self,
+    get_args,
+    get_type_hints,
+)
 
 from torch import nn
 
@@ -82,7 +90,9 @@ class Recipe(ABC):
     def lr_at(self, epoch: float, epochs: float) -> float:
         """The learning rate at an epoch (a fraction too) of a run of so many."""
         if epoch < self.warmup:
-            return schedules.warmup(epoch, self.lr, self.warmup, self.warmup_lr)
+            return schedules.warmup(
+                epoch, self.lr, self.warmup, self.warmup_lr
+            )
         epoch, epochs = (
             epoch - self.warmup,
             (self.schedule_epochs or epochs) - self.warmup,
@@ -90,16 +100,23 @@ class Recipe(ABC):
         if self.schedule == "constant" or epochs <= 0:
             return self.lr
         if self.schedule == "cosine":
-            return schedules.cosine(epoch, self.lr, epochs, min(self.floor, self.lr))
+            return schedules.cosine(
+                epoch, self.lr, epochs, min(self.floor, self.lr)
+            )
         return schedules.exp(
-            epoch, self.lr, epochs, self.rate if self.schedule == "exp" else 1.0
+            epoch,
+            self.lr,
+            epochs,
+            self.rate if self.schedule == "exp" else 1.0,
         )
 
     def damping_at(self, epoch: float) -> float | None:
         """λ of an epoch, where there is one."""
         return None
 
-    def follow(self, groups: list[dict[str, Any]], epoch: float, epochs: float) -> None:
+    def follow(
+        self, groups: list[dict[str, Any]], epoch: float, epochs: float
+    ) -> None:
         """Write lr and λ of an epoch where an optimizer reads them; λ changes from epoch to epoch, lr within one."""
         lam = self.damping_at(math.floor(epoch))
         for group in groups:
@@ -117,7 +134,9 @@ class Recipe(ABC):
         for key in changes:
             if key not in known:
                 raise ValueError(
-                    unknown(f"the recipe of {self.name} has no field", key, known)
+                    unknown(
+                        f"the recipe of {self.name} has no field", key, known
+                    )
                 )
         return replace(self, **changes)
 
@@ -156,7 +175,9 @@ def _checked(recipe: Recipe, name: str, value: Any, hint: Any) -> Any:
         or not math.isfinite(number)
         or (kind is int and number != float(value))
     ):
-        raise ValueError(said.format("a number" if kind is float else "a whole number"))
+        raise ValueError(
+            said.format("a number" if kind is float else "a whole number")
+        )
     if number < 0:
         raise ValueError(said.format("not negative"))
     return number

@@ -16,10 +16,10 @@ from seng.lab.muon import MuonAndAdamW
 from seng.lab.names import unknown
 from seng.lab.recipe import Between, OneOf, Recipe, Space, Steps
 from seng.layers.sites import survey
-from seng.metrics.curvature import BASE_RANK, Combine, Form, Metric
-from seng.metrics.kronecker import why_plain
+from seng.metrics.curvature import BASE_RANK, Base, Combine, Form
+from seng.metrics.kronecker import Kronecker
 from seng.optim import schedules
-from seng.optim.preconditioner import DAMPING, REFRESH_EVERY
+from seng.optim.build import DAMPING, REFRESH_EVERY
 
 
 def _fused(model: nn.Module) -> bool | None:
@@ -105,7 +105,11 @@ class Muon(Recipe):
 
     def optimizer(self, model: nn.Module) -> Steps:
         return MuonAndAdamW(
-            model, self.lr, self.weight_decay, self.momentum, fused=_fused(model)
+            model,
+            self.lr,
+            self.weight_decay,
+            self.momentum,
+            fused=_fused(model),
         )
 
 
@@ -194,7 +198,9 @@ class KFAC(Damped):
         "damping": Between(3e-3, 3.0),
     }
 
-    def follow(self, groups: list[dict[str, Any]], epoch: float, epochs: float) -> None:
+    def follow(
+        self, groups: list[dict[str, Any]], epoch: float, epochs: float
+    ) -> None:
         super().follow(groups, epoch, epochs)
         for group in groups:
             if group["covered"]:
@@ -208,7 +214,7 @@ class KFAC(Damped):
         covered = {
             s.param
             for site in survey(model, params)[0]
-            if not why_plain(site)
+            if Kronecker(damp="tikhonov").refuses(site) is None
             for s in site.segments
         }
         groups = [
@@ -239,7 +245,7 @@ class SENG(Damped):
     damping: float = DAMPING
     relative_damping: bool = True
     samples: int | None = None
-    rank: int | None = 16
+    rank: int = 16
     average: float = 0.8  # of the curvature, from refresh to refresh
     combine: Combine = "exact"
     form: Form = "auto"
@@ -277,21 +283,25 @@ class SENG(Damped):
         }
 
     def optimizer(self, model: nn.Module) -> Steps:
-        return seng.SENG(model, self.lr, curvature=self.curvature, **self.options())
+        return seng.SENG(
+            model, self.lr, curvature=self.curvature, **self.options()
+        )
 
 
 @dataclass(frozen=True)
 class KroneckerSENG(SENG):
     """Ours, with what `seng.SENG(model, lr)` takes by itself: a Kronecker metric alone."""
 
-    rank: int | None = 0
+    rank: int = 0
     power: float = 0.5
     base_rank: int = BASE_RANK
     name: ClassVar[str] = "seng-kronecker"
 
     @property
     def curvature(self) -> seng.Curvature:
-        return self.kept(base="kronecker", power=self.power, base_rank=self.base_rank)
+        return self.kept(
+            base="kronecker", power=self.power, base_rank=self.base_rank
+        )
 
 
 @dataclass(frozen=True)
@@ -325,7 +335,7 @@ class OrthogonalSENG(SENG):
     weight_decay: float = 5e-2
     momentum: float = 0.85
     form: Form = "plain"
-    base: Metric = "identity"
+    base: Base = "identity"
     power: float = 0.5
     base_rank: int = 128
     graft: bool | None = None
@@ -342,7 +352,10 @@ class OrthogonalSENG(SENG):
     @property
     def curvature(self) -> seng.Curvature:
         return self.kept(
-            base=self.base, power=self.power, base_rank=self.base_rank, graft=self.graft
+            base=self.base,
+            power=self.power,
+            base_rank=self.base_rank,
+            graft=self.graft,
         )
 
     def options(self) -> dict[str, Any]:

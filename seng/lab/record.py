@@ -19,7 +19,9 @@ def commit() -> str:
     told = os.environ.get("SENG_COMMIT")
     if told:
         return told
-    here = os.path.dirname(os.path.abspath(__file__))  # not where the results go
+    here = os.path.dirname(
+        os.path.abspath(__file__)
+    )  # not where the results go
     try:
         git = subprocess.run(
             ["git", "describe", "--always", "--dirty"],

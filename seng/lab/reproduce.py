@@ -35,9 +35,7 @@ NEEDS = {
     "cifar100": "CIFAR-100",
     "imagenet": "ImageNet-1k",
 }  # data that do not come with a package
-COMPARES = (
-    "Absolute times are not comparable between them; ratios to SGD and epochs are."
-)
+COMPARES = "Absolute times are not comparable between them; ratios to SGD and epochs are."
 OTHER = f"Ours, on {STUDY.name} to {STUDY.target:.0%}: another task than the paper's"
 OTHER_COMPARES = "On another task neither times nor epochs are comparable, only how they change down a table."
 
@@ -50,28 +48,46 @@ Page = tuple[
 def command(task: str, optimizers: Sequence[str], *more: str) -> str:
     """What would make the missing runs, and the data that it needs where they do not come by themselves."""
     line = shlex.join(
-        ["seng", "compare", task, "--optimizers", *optimizers, "--seeds", "3", *more]
+        [
+            "seng",
+            "compare",
+            task,
+            "--optimizers",
+            *optimizers,
+            "--seeds",
+            "3",
+            *more,
+        ]
     )
     data = task.partition("-")[0]
     return (
-        f"{line}   # needs {NEEDS[data]}: seng data {data}" if data in NEEDS else line
+        f"{line}   # needs {NEEDS[data]}: seng data {data}"
+        if data in NEEDS
+        else line
     )
 
 
 def table(title: str, *headers: str) -> Table:
     """Numbers to the right, words to the left."""
     out = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for header in headers:
         out.add_column(
             header,
-            justify="left" if header in ("task", "method", "optimizer") else "right",
+            justify="left"
+            if header in ("task", "method", "optimizer")
+            else "right",
         )
     return out
 
 
-def compared(title: str, sections: Sequence[tuple[str, str, Sequence[Row]]]) -> Table:
+def compared(
+    title: str, sections: Sequence[tuple[str, str, Sequence[Row]]]
+) -> Table:
     """The paper's and ours, quantity by quantity, side by side; ratios are to the SGD of the same section."""
     to_target, epochs = (
         ("s to target\npaper", "\nours", "\nseeds"),
@@ -79,7 +95,14 @@ def compared(title: str, sections: Sequence[tuple[str, str, Sequence[Row]]]) -> 
     )
     rates, per_epoch = ("÷ sgd\npaper", "\nours"), ("s/epoch\npaper", "\nours")
     out = table(
-        title, "task", "method", *to_target, *rates, *epochs, *per_epoch, *rates
+        title,
+        "task",
+        "method",
+        *to_target,
+        *rates,
+        *epochs,
+        *per_epoch,
+        *rates,
     )
     for task, target, rows in sections:
         sgds = next(
@@ -98,7 +121,9 @@ def compared(title: str, sections: Sequence[tuple[str, str, Sequence[Row]]]) -> 
                 ),
                 *(side.epochs for side in sides),
                 *(
-                    NONE if side.epoch_seconds is None else f"{side.epoch_seconds:.2f}"
+                    NONE
+                    if side.epoch_seconds is None
+                    else f"{side.epoch_seconds:.2f}"
                     for side in sides
                 ),
                 *(
@@ -138,9 +163,15 @@ def imagenet(found: Found, title: str) -> Page:
     rows, missing = [], []
     for v in paper.IMAGENET:
         label = f"T{v.refresh_every}" if v.refresh_every else ""
-        side = ours(found.runs(task, f"{v.optimizer}-{label}".rstrip("-"), target))
+        side = ours(
+            found.runs(task, f"{v.optimizer}-{label}".rstrip("-"), target)
+        )
         rows.append(
-            (v.name, theirs(paper.Attempt(v.seconds, v.epoch_seconds), v.epochs), side)
+            (
+                v.name,
+                theirs(paper.Attempt(v.seconds, v.epoch_seconds), v.epochs),
+                side,
+            )
         )
         if side == Side():
             more = (
@@ -152,7 +183,11 @@ def imagenet(found: Found, title: str) -> Page:
     rows.append(("seng", Side(), ours(found.runs(task, "seng", target))))
     if rows[-1][2] == Side():
         missing.append(command(task, ["seng"]))
-    return [compared(title, [(task, f"to {target:.1%}", rows)])], missing, COMPARES
+    return (
+        [compared(title, [(task, f"to {target:.1%}", rows)])],
+        missing,
+        COMPARES,
+    )
 
 
 def frequency(found: Found, title: str) -> Page:
@@ -277,13 +312,22 @@ def changing(study: Study, header: str, base: int) -> Table:
 def large_batch(found: Found, title: str) -> Page:
     """The hyperparameters of the batch sizes; ours are those of the first seed."""
     out = table(
-        title, "batch", "α warm-up", "α₀", "decay rate", "max_epoch", "damping λ"
+        title,
+        "batch",
+        "α warm-up",
+        "α₀",
+        "decay rate",
+        "max_epoch",
+        "damping λ",
     )
     for b in paper.LARGE_BATCHES:
         numbers = (
-            f"{x:g}" for x in (b.batch, b.warmup_lr, b.lr, b.rate, b.schedule_epochs)
+            f"{x:g}"
+            for x in (b.batch, b.warmup_lr, b.lr, b.rate, b.schedule_epochs)
         )
-        out.add_row(*numbers, f"{b.damping:g} · {b.damping_gamma:g}^(epoch/10)")
+        out.add_row(
+            *numbers, f"{b.damping:g} · {b.damping_gamma:g}^(epoch/10)"
+        )
     keys = (
         "lr",
         "weight_decay",
@@ -299,7 +343,9 @@ def large_batch(found: Found, title: str) -> Page:
     study = sizes(found)
     for (size, optimizer), (first, *_) in study.items():
         recipes.add_row(
-            optimizer, str(size), *(written(first.recipe.get(key)) for key in keys)
+            optimizer,
+            str(size),
+            *(written(first.recipe.get(key)) for key in keys),
         )
     units = 'The paper\'s α₀ is in its own units; in units="sgd" it is α₀/λ, with the λ of the moment.'
     return (
@@ -312,7 +358,8 @@ def large_batch(found: Found, title: str) -> Page:
 def missing_sizes(study: Study) -> list[str]:
     """Commands for the batch sizes of our study; at equal epochs, so to the end of the budget."""
     lacking = {
-        size: [name for name in SIZED if (size, name) not in study] for size in SIZES
+        size: [name for name in SIZED if (size, name) not in study]
+        for size in SIZES
     }
     more = {
         size: ("--batch", str(size), "--label", f"b{size}", "--no-stop")
@@ -354,7 +401,8 @@ TABLES: dict[str, Callable[[Found, str], Page]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """`seng reproduce [TABLE] [--results FOLDER]`."""
     parser = argparse.ArgumentParser(
-        prog="seng reproduce", description="A table of the paper, with ours beside it."
+        prog="seng reproduce",
+        description="A table of the paper, with ours beside it.",
     )
     parser.add_argument(
         "table",
@@ -381,7 +429,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         )
     if options.table not in TABLES:
-        sys.exit(unknown("seng reproduce: there is no table", options.table, TABLES))
+        sys.exit(
+            unknown("seng reproduce: there is no table", options.table, TABLES)
+        )
     if not options.results.is_dir():
         print(
             f"There is no folder {options.results}, so there is nothing of ours; --results names another."

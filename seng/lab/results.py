@@ -59,7 +59,9 @@ class Trajectory:
     @property
     def name(self) -> str:
         """optimizer[-label]"""
-        return f"{self.optimizer}-{self.label}" if self.label else self.optimizer
+        return (
+            f"{self.optimizer}-{self.label}" if self.label else self.optimizer
+        )
 
     @property
     def timed(self) -> bool:
@@ -89,46 +91,70 @@ class Trajectory:
         known = [point for point in self.points if point.metric is not None]
         sign = -1 if self.higher_is_better else 1
         return min(
-            known, key=lambda point: sign * (point.metric or 0.0), default=self.final
+            known,
+            key=lambda point: sign * (point.metric or 0.0),
+            default=self.final,
         )
 
 
-def reaches(metric: float | None, target: float | None, higher_is_better: bool) -> bool:
+def reaches(
+    metric: float | None, target: float | None, higher_is_better: bool
+) -> bool:
     """Whether a metric is as good as its target; 9,400 of 10,000 are 94 %, also where float32 has 0.93999999."""
     if metric is None or target is None:
         return False
     close = ROUNDING * abs(target)
-    return metric >= target - close if higher_is_better else metric <= target + close
+    return (
+        metric >= target - close
+        if higher_is_better
+        else metric <= target + close
+    )
 
 
-def path_of(folder: Path, task: str, optimizer: str, label: str, seed: int) -> Path:
+def path_of(
+    folder: Path, task: str, optimizer: str, label: str, seed: int
+) -> Path:
     """The file of a run."""
-    for what, word in (("task", task), ("optimizer", optimizer), ("label", label)):
+    for what, word in (
+        ("task", task),
+        ("optimizer", optimizer),
+        ("label", label),
+    ):
         if (word or what != "label") and not PLAIN.fullmatch(word):
             raise ValueError(
                 f"the {what} {word!r} names a file: it may have letters, digits and . = + - _ only"
             )
-    return folder / task / f"{optimizer}{'-' if label else ''}{label}-{seed}.jsonl"
+    return (
+        folder
+        / task
+        / f"{optimizer}{'-' if label else ''}{label}-{seed}.jsonl"
+    )
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
     """Write one evaluation, whole or not at all, and have it on the disk; what is not finite is written as null."""
     text = (
         json.dumps(
-            _finite({"format": FORMAT, **line}), ensure_ascii=False, allow_nan=False
+            _finite({"format": FORMAT, **line}),
+            ensure_ascii=False,
+            allow_nan=False,
         )
         + "\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:
         length = file.seek(0, os.SEEK_END)
-        if length:  # a line that was cut in half must not take this one with it
+        if (
+            length
+        ):  # a line that was cut in half must not take this one with it
             file.seek(length - 1)
             text = text if file.read(1) == b"\n" else "\n" + text
         data = text.encode()
         try:
             if file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                raise OSError(
+                    errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)
+                )
             os.fsync(file.fileno())
         except OSError:
             file.truncate(length)

@@ -25,13 +25,17 @@ class Run:
     batch: int | None = None
     label: str = ""  # tells apart runs of one optimizer, such as T20 or b1024
     compile: bool = False
-    graph: bool = True  # forward and backward as a CUDA graph, where there is a GPU
+    graph: bool = (
+        True  # forward and backward as a CUDA graph, where there is a GPU
+    )
     stop: bool = True  # at the target
     tuning: dict[str, Any] | None = (
         None  # how many trials chose the recipe, and in which study
     )
     ranks: int = 1  # processes that share every batch
-    shared: bool = False  # with other work on the same machine: its times mean nothing
+    shared: bool = (
+        False  # with other work on the same machine: its times mean nothing
+    )
 
     def __post_init__(self) -> None:
         if self.budget <= 0 or self.size < 1:

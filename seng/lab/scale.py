@@ -34,7 +34,12 @@ from seng.lab.projection import Compute, Link, Method, Projection, layers
 
 GPUS = tuple(2**i for i in range(3, 13))
 METHODS = ("SGD", "shared", "block", "lagged")
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73")  # of Okabe and Ito's palette
+COLOURS = (
+    "#000000",
+    "#D55E00",
+    "#0072B2",
+    "#009E73",
+)  # of Okabe and Ito's palette
 RESULTS = Path("results/bench")
 
 
@@ -65,12 +70,15 @@ class Step:
                     f"--{name.replace('_', '-')} is a time in milliseconds, not {value:g}"
                 )
         if self.measure and any(
-            x is not None for x in (self.step_ms, self.solve_ms, self.refresh_ms)
+            x is not None
+            for x in (self.step_ms, self.solve_ms, self.refresh_ms)
         ):
             raise ValueError(
                 "--measure finds what --step-ms, --solve-ms and --refresh-ms give: choose one"
             )
-        if not self.measure and (self.batch is not None or self.device is not None):
+        if not self.measure and (
+            self.batch is not None or self.device is not None
+        ):
             raise ValueError(
                 "--batch and --device say how --measure measures: give it too"
             )
@@ -99,7 +107,9 @@ class Options:
     def __post_init__(self) -> None:
         chosen("model", self.model, list(TASKS))
         if self.base < 1:
-            raise ValueError(f"--base is a number of GPUs, at least 1, not {self.base}")
+            raise ValueError(
+                f"--base is a number of GPUs, at least 1, not {self.base}"
+            )
 
 
 def recorded(model: str) -> Compute:
@@ -125,13 +135,17 @@ def recorded(model: str) -> Compute:
 
 def measured(model: str, step: Step, method: Method) -> Compute:
     """SGD and SENG in turns, in this process."""
-    options = BenchOptions(amounts=BenchAmounts(batch=step.batch, device=step.device))
+    options = BenchOptions(
+        amounts=BenchAmounts(batch=step.batch, device=step.device)
+    )
     task = replace(
         options.measured(TASKS[model]), warm=0
     )  # the weights do not matter to the time
     setting = Setting(method.every, 0.01, True, method.k, 0.0, None)
     arena, window, rounds = Arena(task, options), 3, 3
-    entrants = [Entrant(name, arena, setting, 2 * window) for name in ("sgd", "seng")]
+    entrants = [
+        Entrant(name, arena, setting, 2 * window) for name in ("sgd", "seng")
+    ]
     timed: list[tuple[Row, list[tuple[float, float]]]] = [
         (Row(name, setting), []) for name in ("sgd", "seng")
     ]
@@ -148,7 +162,9 @@ def measured(model: str, step: Step, method: Method) -> Compute:
         max(ours.refresh_ms or 0, 0),
     )
     source = f"measured here, on {arena.device.type}, batch {task.batch}"
-    return Compute(1e-3 * (sgd.step_ms or 0), 1e-3 * solve, 1e-3 * refresh, source)
+    return Compute(
+        1e-3 * (sgd.step_ms or 0), 1e-3 * solve, 1e-3 * refresh, source
+    )
 
 
 def compute(options: Options) -> Compute:
@@ -169,10 +185,15 @@ def said(p: Projection) -> list[str]:
     steps = f"{1e3 * c.step:.2f} ms a step, {1e3 * c.solve:.2f} more for SENG, {1e3 * c.refresh:.1f} a refresh"
     wires = f"{link.reduction}, {link.latency_us:g} µs, {link.bandwidth_gbs:g} GB/s, {m.overlap:.0%} of the gradient's hidden"
     sizes = f"k = {m.k}, T = {m.every}, ϱ = {m.samples}, q = {m.sketch_rows}"
-    exchanged = f"{(p.sketches + p.directions) / MB:.1f} MB to and from layers' owners"
-    basis = f"refresh of shared: {p.basis / MB:.1f} MB all-reduced and {exchanged}"
+    exchanged = (
+        f"{(p.sketches + p.directions) / MB:.1f} MB to and from layers' owners"
+    )
+    basis = (
+        f"refresh of shared: {p.basis / MB:.1f} MB all-reduced and {exchanged}"
+    )
     extra = ", ".join(
-        f"{name} {p.per_step(name) / p.gradient - 1:.3f}" for name in METHODS[1:]
+        f"{name} {p.per_step(name) / p.gradient - 1:.3f}"
+        for name in METHODS[1:]
     )
     return [
         f"compute ({c.source}): {steps}",
@@ -185,7 +206,10 @@ def said(p: Projection) -> list[str]:
 def table(title: str, p: Projection, base: int) -> Table:
     """Milliseconds and efficiency, for each number of GPUs."""
     out = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     theirs = {b.gpus: b.epoch_efficiency for b in paper.BATCHES}
     for name in (
@@ -199,7 +223,10 @@ def table(title: str, p: Projection, base: int) -> Table:
         times = (f"{1e3 * p.seconds(m, gpus):.2f}" for m in METHODS)
         rates = (f"{p.efficiency(m, gpus, base):.3f}" for m in METHODS)
         out.add_row(
-            str(gpus), *times, *rates, f"{theirs[gpus]:.2f}" if gpus in theirs else ""
+            str(gpus),
+            *times,
+            *rates,
+            f"{theirs[gpus]:.2f}" if gpus in theirs else "",
         )
     return out
 
@@ -244,7 +271,10 @@ def draw(path: Path, title: str, p: Projection, base: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """`seng scale MODEL`."""
-    config: tuple[Any, ...] = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    config: tuple[Any, ...] = (
+        tyro.conf.OmitArgPrefixes,
+        tyro.conf.FlagCreatePairsOff,
+    )
     options = tyro.cli(
         Options,
         prog="seng scale",
@@ -260,7 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = layers(TASKS[options.model].build())
     p = Projection(sizes, found, options.link, options.method)
     title = f"{options.model}, a projection, not a measurement; efficiency beside the same method on {options.base} GPUs"
-    Console(width=max(130, Console().width)).print(table(title, p, options.base))
+    Console(width=max(130, Console().width)).print(
+        table(title, p, options.base)
+    )
     print(*said(p), sep="\n")
     print(
         "the paper's: SENG on ResNet50, table ImageNet-BS, scaling efficiency by total time and by time per epoch, to 4 GPUs"

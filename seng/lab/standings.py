@@ -20,7 +20,9 @@ from seng.lab.run import Run
 class Standings:
     """A live table of a comparison; where the output is no terminal, a line per evaluation."""
 
-    def __init__(self, todo: Sequence[Run], console: Console | None = None) -> None:
+    def __init__(
+        self, todo: Sequence[Run], console: Console | None = None
+    ) -> None:
         self.todo, self.console = list(todo), console or Console()
         if not self.console.is_terminal:
             self.console.width = 120
@@ -35,7 +37,9 @@ class Standings:
         self.bar = self.progress.add_task(
             todo[0].task.name, total=sum(run.budget for run in todo)
         )
-        self.live = Live(console=self.console, refresh_per_second=4, transient=True)
+        self.live = Live(
+            console=self.console, refresh_per_second=4, transient=True
+        )
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -58,7 +62,8 @@ class Standings:
         """One evaluation."""
         self.lines.setdefault((run.name, run.seed), []).append(line)
         done = sum(
-            run.budget if self._over(run) else self._epoch(run) for run in self.todo
+            run.budget if self._over(run) else self._epoch(run)
+            for run in self.todo
         )
         self.progress.update(
             self.bar,
@@ -68,12 +73,18 @@ class Standings:
         if self.console.is_terminal:
             self._draw()
         else:
-            loss, metric = (_number(line[name]) for name in ("train_loss", "metric"))
+            loss, metric = (
+                _number(line[name]) for name in ("train_loss", "metric")
+            )
             seconds = f"epoch {line['epoch']:.1f}, {line['seconds']:.1f} s"
             said = f"{run.task.name}: {run.name}, seed {run.seed}: {seconds}, loss {loss}, {line['metric_name']} {metric}"
             self.say(
                 said
-                + ("" if line["state"] == "running" else f"; {_ENDS[line['state']]}")
+                + (
+                    ""
+                    if line["state"] == "running"
+                    else f"; {_ENDS[line['state']]}"
+                )
             )
 
     def say(self, text: str) -> None:
@@ -105,7 +116,9 @@ class Standings:
             "best",
             "ms per\nstep",
         ):
-            out.add_column(header, justify="left" if header == "optimizer" else "right")
+            out.add_column(
+                header, justify="left" if header == "optimizer" else "right"
+            )
         for header in ("epochs\nto target", "seconds\nto target", "reached"):
             out.add_column(header, justify="right")
         methods = list(dict.fromkeys(run.name for run in self.todo))
@@ -117,7 +130,9 @@ class Standings:
 
     def _row(self, name: str) -> tuple[tuple[float, float], list[str]]:
         histories = [
-            lines for (method, _), lines in self.lines.items() if method == name
+            lines
+            for (method, _), lines in self.lines.items()
+            if method == name
         ]
         if not histories:
             return (0.0, math.inf), [name, "0", *["–"] * 8]
@@ -130,12 +145,19 @@ class Standings:
         ]
         goal = self.todo[0].task.target, problem.higher_is_better
         hits = [
-            next((line for line in lines if reaches(line["metric"], *goal)), None)
+            next(
+                (line for line in lines if reaches(line["metric"], *goal)),
+                None,
+            )
             for lines in histories
         ]
         there = [hit for hit in hits if hit is not None]
         last = [lines[-1] for lines in histories]
-        losses = [line["train_loss"] for line in last if line["train_loss"] is not None]
+        losses = [
+            line["train_loss"]
+            for line in last
+            if line["train_loss"] is not None
+        ]
         values = [
             name,
             str(len(histories)),

@@ -16,7 +16,10 @@ from seng.lab.datasets import Arrays, Data, load, stream
 from seng.lab.datasets.folders import listing
 from seng.lab.ranks import ALONE, Ranks
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the usual ones of ImageNet
+MEAN, STD = (
+    (0.485, 0.456, 0.406),
+    (0.229, 0.224, 0.225),
+)  # the usual ones of ImageNet
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,12 @@ class Streamed(Data):
         """Training images (B, 3, 224, 224) as uint8, each a window of its own, and classes; a rank's part of whole batches,
         on the device."""
         whole = stream(
-            self.folder, "train", batch, workers=_workers(ranks), seed=seed, epoch=epoch
+            self.folder,
+            "train",
+            batch,
+            workers=_workers(ranks),
+            seed=seed,
+            epoch=epoch,
         )
         for x, y in (
             whole
@@ -46,7 +54,9 @@ class Streamed(Data):
         self, batch: int, ranks: Ranks = ALONE
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The middles of the validation images; a rank's share of them."""
-        whole = stream(self.folder, "val", batch, workers=_workers(ranks), train=False)
+        whole = stream(
+            self.folder, "val", batch, workers=_workers(ranks), train=False
+        )
         for x, y in whole if ranks.count == 1 else _only(whole, ranks.share):
             yield self._moved(x), self._moved(y)
 
@@ -67,7 +77,9 @@ class _Chosen(Sampler[list[int]]):
         return iter(self.choose(self.batches))
 
 
-def _only(whole: DataLoader[Any], choose: Callable[[Rows], Rows]) -> DataLoader[Any]:
+def _only(
+    whole: DataLoader[Any], choose: Callable[[Rows], Rows]
+) -> DataLoader[Any]:
     """The same batches in the same order, which the generator decides, but for what is left out of them."""
     return DataLoader(
         whole.dataset,
@@ -94,7 +106,8 @@ def open_data(name: str, folder: Path | None) -> Data:
     place = Path(folder or os.environ.get("SENG_DATA", "data")) / name
     found = listing(place, "train")
     empty = Arrays(
-        torch.empty(0, 3, 0, 0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
+        torch.empty(0, 3, 0, 0, dtype=torch.uint8),
+        torch.empty(0, dtype=torch.int64),
     )
     return Streamed(
         name,

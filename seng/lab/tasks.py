@@ -57,7 +57,9 @@ class Task:
     def length(self, name: str, length: float, epochs: float) -> float | None:
         """One of them; None where a schedule is as long as the run."""
         scaled = length * epochs / self.epochs
-        return None if name == "schedule_epochs" and scaled == epochs else scaled
+        return (
+            None if name == "schedule_epochs" and scaled == epochs else scaled
+        )
 
 
 SHIFTED = Augment(crop=4, flip=True)
@@ -76,7 +78,9 @@ AUTOENCODER: dict[
 ] = {  # its loss is a sum over pixels, so its gradients are large
     "seng": {"lr": 0.003, "damping": 0.1},
     "seng-kronecker": {"lr": 0.003},
-    "seng-orthogonal": {"lr": 0.1},  # whose steps have one length, whatever the loss
+    "seng-orthogonal": {
+        "lr": 0.1
+    },  # whose steps have one length, whatever the loss
     "seng-paper": {"lr": 0.003},
     "sgd": {"lr": 0.003},
     "adam": {"lr": 0.002},
@@ -90,7 +94,14 @@ AUTOENCODER: dict[
 
 NO_DECAY: dict[str, dict[str, Any]] = {
     name: {"weight_decay": 0.0}
-    for name in ("seng", "seng-kronecker", "seng-paper", "sgd", "kfac", "shampoo")
+    for name in (
+        "seng",
+        "seng-kronecker",
+        "seng-paper",
+        "sgd",
+        "kfac",
+        "shampoo",
+    )
 }
 GPT = (
     NO_DECAY
@@ -124,7 +135,13 @@ def _paper(
         "kfac": {"refresh_every": 100, "average": 0.8},
     }
     return Task(
-        name, data, build, target, 75.0, augment=augment, recipes=_warmed(15.0, own)
+        name,
+        data,
+        build,
+        target,
+        75.0,
+        augment=augment,
+        recipes=_warmed(15.0, own),
     )
 
 
@@ -163,7 +180,14 @@ TASKS = {
                 for name, fields in AUTOENCODER.items()
             },
         ),
-        Task("fashion-cnn", "fashion-mnist", models.fashion_cnn, 0.91, 10, batch=128),
+        Task(
+            "fashion-cnn",
+            "fashion-mnist",
+            models.fashion_cnn,
+            0.91,
+            10,
+            batch=128,
+        ),
         _paper(
             "cifar10-resnet18",
             "cifar10",
@@ -173,7 +197,12 @@ TASKS = {
             PAPER_RESNET18,
         ),
         _paper(
-            "cifar10-vgg16bn", "cifar10", models.vgg16_bn, 0.92, SHIFTED, PAPER_VGG16
+            "cifar10-vgg16bn",
+            "cifar10",
+            models.vgg16_bn,
+            0.92,
+            SHIFTED,
+            PAPER_VGG16,
         ),
         _paper(
             "cifar100-resnet18",
@@ -184,7 +213,12 @@ TASKS = {
             PAPER_RESNET18,
         ),
         _paper(
-            "cifar100-vgg16bn", "cifar100", models.vgg16_bn, 0.70, SHIFTED, PAPER_VGG16
+            "cifar100-vgg16bn",
+            "cifar100",
+            models.vgg16_bn,
+            0.70,
+            SHIFTED,
+            PAPER_VGG16,
         ),
         _paper(
             "svhn-resnet18",
@@ -195,7 +229,12 @@ TASKS = {
             PAPER_RESNET18,
         ),
         _paper(
-            "svhn-vgg16bn", "svhn", models.vgg16_bn, 0.95, Augment(crop=4), PAPER_VGG16
+            "svhn-vgg16bn",
+            "svhn",
+            models.vgg16_bn,
+            0.95,
+            Augment(crop=4),
+            PAPER_VGG16,
         ),
         Task(
             *("imagenet-resnet50", "imagenet", models.resnet50, 0.759, 76),

@@ -34,7 +34,8 @@ PLAIN = 3  # steps before forward and backward are recorded: what libraries do o
 def on(device: torch.device, data: Data) -> Data:
     """The data on a device."""
     train, test = (
-        Arrays(part.x.to(device), part.y.to(device)) for part in (data.train, data.test)
+        Arrays(part.x.to(device), part.y.to(device))
+        for part in (data.train, data.test)
     )
     return replace(data, train=train, test=test)
 
@@ -54,7 +55,12 @@ class Training:
             raise ValueError(
                 f"the run is for {run.ranks} ranks, and there are {ranks.count}"
             )
-        self.run, self.device, self.command, self.ranks = run, device, command, ranks
+        self.run, self.device, self.command, self.ranks = (
+            run,
+            device,
+            command,
+            ranks,
+        )
         self.data = on(device, data)
         self.per_epoch = run.task.problem.steps(data, run.size)
         if not self.per_epoch:
@@ -72,9 +78,13 @@ class Training:
         if run.compile:
             torch._dynamo.reset()  # else it takes the last run's graph, which had other hooks
         whole = ranks.wrapped(self.model, device)
-        self.forward: nn.Module = torch.compile(whole) if run.compile else whole  # type: ignore[assignment]
+        self.forward: nn.Module = (
+            torch.compile(whole) if run.compile else whole  # type: ignore[assignment]
+        )
         params = [p for p in self.model.parameters() if p.requires_grad]
-        self.graphed = Graphed(params, self._loss) if run.replays(device) else None
+        self.graphed = (
+            Graphed(params, self._loss) if run.replays(device) else None
+        )
         self.plain = 0  # steps that were not replayed
         self.step, self.seconds, self.state = 0, 0.0, "running"
         self.ahead: Iterator[Batch] = iter(())
@@ -93,7 +103,8 @@ class Training:
         ]  # of an epoch, the last one its end
         until = min(
             self.total,
-            number * self.per_epoch + next(mark for mark in marks if mark > gone),
+            number * self.per_epoch
+            + next(mark for mark in marks if mark > gone),
         )
         self.forward.train()
         self.ranks.own_chance(self.run.seed, self.step)
@@ -111,7 +122,9 @@ class Training:
         )  # to the last bit, so that all stop together
         fine = math.isfinite(train_loss) and math.isfinite(loss)
         reached = results.reaches(
-            metric, self.run.task.target, self.run.task.problem.higher_is_better
+            metric,
+            self.run.task.target,
+            self.run.task.problem.higher_is_better,
         )
         if not fine:
             self.state = "diverged"
@@ -122,7 +135,9 @@ class Training:
         return self._line(train_loss, loss, metric)
 
     def _step(self) -> Tensor:
-        self.run.recipe.follow(self.optimizer.param_groups, self.epoch, self.run.budget)
+        self.run.recipe.follow(
+            self.optimizer.param_groups, self.epoch, self.run.budget
+        )
         batch = next(self.ahead, None)
         if batch is None:
             self.ahead = self._epoch()
@@ -166,7 +181,9 @@ class Training:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"
+            self.device.type,
+            torch.bfloat16,
+            enabled=self.device.type == "cuda",
         )
 
     @torch.no_grad()
@@ -183,7 +200,9 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _line(self, train_loss: float, loss: float, metric: float) -> dict[str, Any]:
+    def _line(
+        self, train_loss: float, loss: float, metric: float
+    ) -> dict[str, Any]:
         numbers = {"train_loss": train_loss, "loss": loss, "metric": metric}
         return {
             **self.run.head(self.device),
@@ -222,11 +241,15 @@ class Training:
         )
         torch.set_rng_state(saved["chance"]["cpu"].cpu())
         if self.device.type == "cuda":
-            torch.cuda.set_rng_state(saved["chance"]["cuda"].cpu(), self.device)
+            torch.cuda.set_rng_state(
+                saved["chance"]["cuda"].cpu(), self.device
+            )
         self.ahead = iter(())
 
 
-def warm_up(run: Run, data: Data, device: torch.device, ranks: Ranks = ALONE) -> None:
+def warm_up(
+    run: Run, data: Data, device: torch.device, ranks: Ranks = ALONE
+) -> None:
     """A few steps that nobody times: what a process does once, such as choosing kernels, is not the first run's to pay."""
     training = Training(run, data, device, ranks=ranks)
     training.forward.train()
@@ -286,5 +309,8 @@ def _known(path: Path, head: dict[str, Any]) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{path} has a run with another {another}: give this one a --label, or replace that one by --again"
             )
-        lines = [*(before for before in lines if before["step"] < line["step"]), line]
+        lines = [
+            *(before for before in lines if before["step"] < line["step"]),
+            line,
+        ]
     return lines

@@ -25,7 +25,9 @@ class Arena:
         self.pool, self.unseen = batches[: task.pool], batches[task.pool :]
         model = self.model()
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.start = {name: t.clone() for name, t in model.state_dict().items()}
+        self.start = {
+            name: t.clone() for name, t in model.state_dict().items()
+        }
 
     def model(self) -> nn.Module:
         """As it is initialised, always alike."""
@@ -37,7 +39,9 @@ class Arena:
     def backward(self, forward: Any, batch: Batch) -> Tensor:
         """The loss; its gradients are left with the parameters."""
         with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"
+            self.device.type,
+            torch.bfloat16,
+            enabled=self.device.type == "cuda",
         ):
             loss = self.task.loss(forward(batch[0]), batch[1])
         loss.backward()
@@ -95,9 +99,9 @@ class Entrant:
             *self.model.buffers(),
             *(t for batch in self.arena.pool for t in batch),
         ]
-        return sum(t.numel() * t.element_size() for t in tensors) + state_bytes(
-            self.optimizer
-        )
+        return sum(
+            t.numel() * t.element_size() for t in tensors
+        ) + state_bytes(self.optimizer)
 
 
 def compiled(model: nn.Module) -> Any:

@@ -63,14 +63,18 @@ class Bench:
                 self.arena = Arena(self.task, self.options)
                 self.train(settings[0])
                 for setting in settings:
-                    rows = [Row(name, setting) for name in self.options.contenders]
+                    rows = [
+                        Row(name, setting) for name in self.options.contenders
+                    ]
                     self.rows += rows
                     self.directions(rows)
                     self.footprints(rows)
                     self.race(rows)
                 self.finished = True
             finally:
-                self.notes = list(dict.fromkeys(str(w.message) for w in warned))
+                self.notes = list(
+                    dict.fromkeys(str(w.message) for w in warned)
+                )
                 self.tell("done" if self.finished else "interrupted")
 
     def train(self, setting: Setting) -> None:
@@ -129,7 +133,9 @@ class Bench:
         watch.remove()
         grads = {p: p.grad.clone() for p in watch.params if p.grad is not None}
         want = watch.direction(s.damping, s.relative_damping, s.samples)
-        row.quality = compare(watch.sites, observed(optimizer, list(want)), want, grads)
+        row.quality = compare(
+            watch.sites, observed(optimizer, list(want)), want, grads
+        )
 
     def clean(self) -> None:
         """Let go of the last contender, whose model a compiled graph may hold."""
@@ -160,9 +166,13 @@ class Bench:
                 with self.attempt(row, "memory"):
                     self.footprint(row)
                 self.clean()
-        sgd = next((row.peak_MiB for row in rows if row.contender == "sgd"), None)
+        sgd = next(
+            (row.peak_MiB for row in rows if row.contender == "sgd"), None
+        )
         for row in rows:
-            row.peak_ratio_to_sgd = row.peak_MiB / sgd if row.peak_MiB and sgd else None
+            row.peak_ratio_to_sgd = (
+                row.peak_MiB / sgd if row.peak_MiB and sgd else None
+            )
 
     def footprint(self, row: Row) -> None:
         """Of one contender."""
@@ -198,7 +208,9 @@ class Bench:
                 with self.attempt(row, f"round {i + 1} of {self.task.rounds}"):
                     e.rewind()
                     first = e.seconds(window)
-                    if period > 1 and getattr(e.optimizer, "refresh_due", False):
+                    if period > 1 and getattr(
+                        e.optimizer, "refresh_due", False
+                    ):
                         row.note = "refreshes more often than asked"
                     times.append((first, e.seconds(window)))
                     row.loss = float(e.loss) if e.loss.isfinite() else None
@@ -219,7 +231,10 @@ class Bench:
         ):
             return
         with self.attempt(row, f"a whole period of {T} steps"):
-            sgd, e = entrants["sgd"][1], Entrant("seng", self.arena, row.setting, T)
+            sgd, e = (
+                entrants["sgd"][1],
+                Entrant("seng", self.arena, row.setting, T),
+            )
             e.steps(T)
             parts = [T // 5 + (i < T % 5) for i in range(5)]
             pairs = [
@@ -311,7 +326,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if "-distributed-" not in path.name:  # those are tables only
                 print(draw(path))
         return
-    if not (distributed(options) if options.parallel.distributed else bench(options)):
+    if not (
+        distributed(options)
+        if options.parallel.distributed
+        else bench(options)
+    ):
         sys.exit(130)
 
 

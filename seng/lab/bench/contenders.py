@@ -29,7 +29,13 @@ SENGS: Mapping[str, Form] = {
     if form != "plain"
 }
 REFRESHING = ("kfac", "seng kronecker", *SENGS)
-CONTENDERS = (*BASELINES, "seng", "seng merged", "seng implicit", "seng explicit")
+CONTENDERS = (
+    *BASELINES,
+    "seng",
+    "seng merged",
+    "seng implicit",
+    "seng explicit",
+)
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,9 @@ class Setting:
     every: int  # T, over which a refresh is spread
     damping: float
     relative_damping: bool
-    rank: int | None
+    rank: int
     decay: float
     samples: int | None
-    memory: int | None = None  # bytes
 
     def curvature(self, form: Form) -> seng.Curvature:
         if self.decay and form not in ("auto", "merged"):
@@ -55,15 +60,12 @@ class Setting:
             rank=self.rank,
             decay=self.decay,
             relative_damping=self.relative_damping,
-            memory=self.memory,
         )
 
     def __str__(self) -> str:
         kind = "relative" if self.relative_damping else "absolute"
         taken = "" if self.samples is None else f", {self.samples} samples"
-        within = "" if self.memory is None else f", within {self.memory / 2**20:g} MiB"
-        rank = self.rank or "by tolerance"
-        return f"T = {self.every}, {kind} λ = {self.damping:g}, rank {rank}, decay {self.decay:g}{taken}{within}"
+        return f"T = {self.every}, {kind} λ = {self.damping:g}, rank {self.rank}, decay {self.decay:g}{taken}"
 
 
 class Steps(Protocol):
@@ -79,12 +81,22 @@ class LeftOutError(Exception):
 
 
 def contender(
-    name: str, model: nn.Module, setting: Setting, refresh_every: int, lr: float
+    name: str,
+    model: nn.Module,
+    setting: Setting,
+    refresh_every: int,
+    lr: float,
 ) -> Steps:
     """The optimizer of that name; `lr` is SGD's. `refresh_every` may differ from the setting's T, over which it is spread."""
     fused = next(model.parameters()).is_cuda or None
     if name == "sgd":
-        return SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, fused=fused)
+        return SGD(
+            model.parameters(),
+            lr,
+            momentum=0.9,
+            weight_decay=5e-4,
+            fused=fused,
+        )
     if name == "adamw":
         return AdamW(model.parameters(), 3e-4, fused=fused)
     if name == "muon":
@@ -92,14 +104,18 @@ def contender(
     if name == "seng orthogonal":
         return seng.SENG(model, 0.01, **seng.presets.orthogonal())
     if name == "seng kronecker":  # as it comes
-        return seng.SENG(model, lr, weight_decay=5e-4, refresh_every=refresh_every)
+        return seng.SENG(
+            model, lr, weight_decay=5e-4, refresh_every=refresh_every
+        )
     if name == "kfac":
         try:
             from seng.optim.kfac import KFAC
         except ImportError as missing:
             raise LeftOutError("this version has no seng.KFAC") from missing
         # Its direction is (M + λI)⁻¹g, so that lr·λ is what lr is to SGD.
-        kfac: Steps = KFAC(model, lr=0.1 * lr, damping=0.1, refresh_every=refresh_every)
+        kfac: Steps = KFAC(
+            model, lr=0.1 * lr, damping=0.1, refresh_every=refresh_every
+        )
         return kfac
     curvature = setting.curvature(SENGS[name])
     return seng.SENG(
@@ -114,7 +130,12 @@ def contender(
 
 def state_bytes(optimizer: Steps) -> int:
     """Of everything in the state_dict."""
-    tensors = [t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)]
+    tensors = [
+        t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)
+    ]
     return sum(
-        {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values()
+        {
+            s._cdata: s.nbytes()
+            for s in (t.untyped_storage() for t in tensors)
+        }.values()
     )

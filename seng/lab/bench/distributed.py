@@ -49,8 +49,12 @@ from seng.lab.record import provenance
 TIMEOUT = timedelta(
     minutes=5
 )  # of a collective: a rank that waits longer waits for one that has failed
-ON_CPU = {"batch": 32, "warm": 4, "window": 3, "rounds": 3}  # unless told otherwise
-RANK = 16  # Curvature's own default
+ON_CPU = {
+    "batch": 32,
+    "warm": 4,
+    "window": 3,
+    "rounds": 3,
+}  # unless told otherwise
 MiB = 2**20
 
 
@@ -85,11 +89,19 @@ class Ranked(Entrant):
     """One contender with a model of its own, which DistributedDataParallel keeps alike on all ranks."""
 
     def __init__(
-        self, strategy: str | None, arena: Arena, setting: Setting, refresh_every: int
+        self,
+        strategy: str | None,
+        arena: Arena,
+        setting: Setting,
+        refresh_every: int,
     ) -> None:
         self.arena, self.period = arena, refresh_every
         self.model, task = arena.model(), arena.task
-        ids = [torch.cuda.current_device()] if arena.device.type == "cuda" else None
+        ids = (
+            [torch.cuda.current_device()]
+            if arena.device.type == "cuda"
+            else None
+        )
         self.forward = DistributedDataParallel(self.model, device_ids=ids)
         if strategy is None:
             self.optimizer = contender(
@@ -118,11 +130,14 @@ class Ranked(Entrant):
         with Traffic() as traffic:
             self.steps(steps)
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (dict(traffic.by_kind), traffic.messages.total()))
+        dist.all_gather_object(
+            found, (dict(traffic.by_kind), traffic.messages.total())
+        )
         share = 1 / (steps * len(found))
         kinds = sorted({kind for by_kind, _ in found for kind in by_kind})
         by_kind = {
-            kind: share * sum(each.get(kind, 0) for each, _ in found) for kind in kinds
+            kind: share * sum(each.get(kind, 0) for each, _ in found)
+            for kind in kinds
         }
         return {
             "by_kind": by_kind,
@@ -132,7 +147,12 @@ class Ranked(Entrant):
 
 
 def measure(
-    rank: int, row: Row, task: Task, setting: Setting, options: Options, folder: str
+    rank: int,
+    row: Row,
+    task: Task,
+    setting: Setting,
+    options: Options,
+    folder: str,
 ) -> None:
     """One rank of one row; the first one writes the row."""
     torch.set_num_threads(1)
@@ -151,17 +171,23 @@ def measure(
     dist.destroy_process_group()
 
 
-def _raced(rank: int, row: Row, task: Task, setting: Setting, options: Options) -> None:
+def _raced(
+    rank: int, row: Row, task: Task, setting: Setting, options: Options
+) -> None:
     arena = Arena(task, options)
     arena.unseen = []
     arena.pool = task.batches(
         arena.seed + 1 + rank, arena.device, task.pool
     )  # every rank has its own samples
-    strategy = None if row.contender == "sgd" else row.contender.removeprefix("seng ")
+    strategy = (
+        None if row.contender == "sgd" else row.contender.removeprefix("seng ")
+    )
     period = 1 if setting.every == 1 else 2 * task.window
     sgd = Ranked(None, arena, setting, period)
     entrants = (
-        [sgd] if strategy is None else [sgd, Ranked(strategy, arena, setting, period)]
+        [sgd]
+        if strategy is None
+        else [sgd, Ranked(strategy, arena, setting, period)]
     )
     for e in entrants:
         e.steps(max(task.warm, 3))
@@ -171,7 +197,9 @@ def _raced(rank: int, row: Row, task: Task, setting: Setting, options: Options) 
         row.note = "diverged"
 
 
-def count(row: Row, entrants: Sequence[Ranked], every: int, window: int) -> None:
+def count(
+    row: Row, entrants: Sequence[Ranked], every: int, window: int
+) -> None:
     """The bytes of the last entrant, beyond those of the first."""
     sgd, e = entrants[0], entrants[-1]
     plain = sgd.counted(window)
@@ -180,7 +208,9 @@ def count(row: Row, entrants: Sequence[Ranked], every: int, window: int) -> None
     between = every > 1 or e is sgd  # else every step is a refresh
     idle = e.counted(window) if between else plain
     row.gradient_bytes = sum(
-        p.numel() * p.element_size() for p in e.model.parameters() if p.requires_grad
+        p.numel() * p.element_size()
+        for p in e.model.parameters()
+        if p.requires_grad
     )
     if between:
         row.idle_bytes, row.idle_by_kind, row.idle_messages = (
@@ -197,7 +227,9 @@ def count(row: Row, entrants: Sequence[Ranked], every: int, window: int) -> None
     row.extra_gradients = (spread - plain["bytes"]) / row.gradient_bytes
 
 
-def race(row: Row, entrants: Sequence[Ranked], setting: Setting, task: Task) -> None:
+def race(
+    row: Row, entrants: Sequence[Ranked], setting: Setting, task: Task
+) -> None:
     """In turns: a window with a refresh, a window without; who begins changes from round to round."""
     timed: list[tuple[rows.Row, list[tuple[float, float]]]] = [
         (rows.Row("sgd" if i == 0 else "seng", setting), [])
@@ -208,7 +240,10 @@ def race(row: Row, entrants: Sequence[Ranked], setting: Setting, task: Task) -> 
             at = (i + j) % len(entrants)
             entrants[at].rewind()
             timed[at][1].append(
-                (entrants[at].seconds(task.window), entrants[at].seconds(task.window))
+                (
+                    entrants[at].seconds(task.window),
+                    entrants[at].seconds(task.window),
+                )
             )
     rows.summarise(timed, task.window)
     found = timed[-1][0]
@@ -271,7 +306,9 @@ def scaled(found: Sequence[Row]) -> None:
     """Efficiencies, from each contender's row with the fewest ranks."""
     for row in found:
         known = [
-            r for r in found if r.contender == row.contender and r.samples_per_second
+            r
+            for r in found
+            if r.contender == row.contender and r.samples_per_second
         ]
         if row.samples_per_second and known:
             least = min(known, key=lambda r: r.ranks)
@@ -305,7 +342,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
         r.idle_bytes and r.idle_bytes / MiB, 3
     ),
     "messages\nper step": lambda r: number(r.idle_messages, 0),
-    "MiB per\nrefresh": lambda r: number(r.refresh_bytes and r.refresh_bytes / MiB, 3),
+    "MiB per\nrefresh": lambda r: number(
+        r.refresh_bytes and r.refresh_bytes / MiB, 3
+    ),
     "gradients per step\nbeyond SGD": lambda r: number(r.extra_gradients, 4),
     "ms per\nstep": lambda r: number(r.step_ms, 1),
     "step\n/ SGD": lambda r: number(r.ratio_to_sgd, 3),
@@ -317,7 +356,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 def show(screen: Screen, title: str, found: Sequence[Row]) -> None:
     """The table, to stay, with what it has no room for."""
     remarks = [
-        f"  {row.ranks} ranks, {row.contender}: {row.note}" for row in found if row.note
+        f"  {row.ranks} ranks, {row.contender}: {row.note}"
+        for row in found
+        if row.note
     ]
     if any(row.shares_cores for row in found):
         remarks.insert(
@@ -330,7 +371,10 @@ def show(screen: Screen, title: str, found: Sequence[Row]) -> None:
             title,
             *(
                 "  ".join(line)
-                for line in [[name.replace("\n", " ") for name in COLUMNS], *cells]
+                for line in [
+                    [name.replace("\n", " ") for name in COLUMNS],
+                    *cells,
+                ]
             ),
             *remarks,
             sep="\n",
@@ -348,11 +392,14 @@ def show(screen: Screen, title: str, found: Sequence[Row]) -> None:
     )
     for name in COLUMNS:
         table.add_column(
-            name, justify="left" if name == "contender" else "right", no_wrap=True
+            name,
+            justify="left" if name == "contender" else "right",
+            no_wrap=True,
         )
     for row, line in zip(found, cells, strict=True):
         table.add_row(
-            *line, end_section=row is [r for r in found if r.ranks == row.ranks][-1]
+            *line,
+            end_section=row is [r for r in found if r.ranks == row.ranks][-1],
         )
     screen.console.print(table, *remarks, sep="\n", highlight=False)
 
@@ -362,8 +409,7 @@ class Comparison:
 
     def __init__(self, task: Task, options: Options) -> None:
         self.task, self.options = quick(task, options), options
-        setting = options.settings(self.task)[0]
-        self.setting = replace(setting, rank=setting.rank or RANK)
+        self.setting = options.settings(self.task)[0]
         self.head = provenance(options.command(task), options.device)
         self.path = options.path(task)
         self.found: list[Row] = []
@@ -379,10 +425,14 @@ class Comparison:
         for ranks in sorted(set(asked.ranks or (1, 2, 4))):
             for name in ("sgd", *strategies):
                 screen.show(
-                    self.task.name, f"{name}, {ranks} rank{'s' * (ranks > 1)}", []
+                    self.task.name,
+                    f"{name}, {ranks} rank{'s' * (ranks > 1)}",
+                    [],
                 )
                 row = Row(name, ranks, shares_cores=cpu and ranks > cores())
-                self.found.append(measured(row, self.task, self.setting, self.options))
+                self.found.append(
+                    measured(row, self.task, self.setting, self.options)
+                )
                 scaled(self.found)
                 self.write(finished=False)
         self.write(finished=True)
@@ -396,7 +446,10 @@ class Comparison:
             "cores": cores(),
             "threads_per_rank": 1,
             **asdict(self.setting),
-            **{name: getattr(self.task, name) for name in ("warm", "window", "rounds")},
+            **{
+                name: getattr(self.task, name)
+                for name in ("warm", "window", "rounds")
+            },
         }
         result = {
             **self.head,
@@ -406,7 +459,9 @@ class Comparison:
         }
         result["rows"] = [asdict(row) for row in self.found]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        self.path.write_text(
+            json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+        )
 
 
 def distributed(options: Options) -> bool:
@@ -417,7 +472,9 @@ def distributed(options: Options) -> bool:
             try:
                 comparison.run(screen)
             except KeyboardInterrupt:
-                screen.say(f"interrupted; what was finished is in {comparison.path}")
+                screen.say(
+                    f"interrupted; what was finished is in {comparison.path}"
+                )
                 return False
             screen.say(str(comparison.path))
             title = f"{task.name}, {comparison.task.batch} samples per rank; {comparison.setting}"

@@ -39,7 +39,9 @@ class Watch:
         ]
 
     def _hook(self, index: int, member: Member) -> Any:
-        def seen(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        def seen(
+            module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+        ) -> None:
             a, version = inputs[0].detach(), inputs[0]._version
 
             def keep(g: Tensor) -> None:
@@ -73,17 +75,25 @@ class Watch:
             for member, a, g in calls
         )
         B = counts.most_common(1)[0][0]
-        out = {p: g.double() for p, g in grads.items()}  # where there is no site, d = g
+        out = {
+            p: g.double() for p, g in grads.items()
+        }  # where there is no site, d = g
         for index, site in enumerate(self.sites):
             calls, self.calls[index] = self.calls[index], []
-            arranged = [(member, *member.sample_first(a, g)) for member, a, g in calls]
+            arranged = [
+                (member, *member.sample_first(a, g)) for member, a, g in calls
+            ]
             if not arranged or any(len(a) != B for _, a, _ in arranged):
                 continue
             active = site.active()
             g = site.gather(active, grads, torch.float64)
-            d = exact(site, arranged, g, min(B, samples or B), damping, relative)
+            d = exact(
+                site, arranged, g, min(B, samples or B), damping, relative
+            )
             out |= {
-                p: part for p, part in site.scatter(active, d).items() if p in grads
+                p: part
+                for p, part in site.scatter(active, d).items()
+                if p in grads
             }
         return out
 
@@ -101,7 +111,9 @@ def exact(
     seen = [
         (
             member,
-            a.to(y.dtype) if member.kind.factored and a.is_floating_point() else a,
+            a.to(y.dtype)
+            if member.kind.factored and a.is_floating_point()
+            else a,
             y,
         )
         for member, a, y in calls
@@ -120,7 +132,8 @@ def exact(
     if lam <= 0:
         return g
     b = torch.linalg.solve(
-        K + lam * torch.eye(rho, dtype=K.dtype, device=K.device), scale * U.rmv(g)[:rho]
+        K + lam * torch.eye(rho, dtype=K.dtype, device=K.device),
+        scale * U.rmv(g)[:rho],
     )
     d: Tensor = g - scale * U.mv(torch.cat([b, b.new_zeros(B - rho)]))
     return d
@@ -129,7 +142,9 @@ def exact(
 class Columns:
     """Σ of several calls, sample by sample, column by column: a layer used twice, or a tied weight."""
 
-    def __init__(self, parts: Sequence[Operator], B: int, like: Tensor) -> None:
+    def __init__(
+        self, parts: Sequence[Operator], B: int, like: Tensor
+    ) -> None:
         self.columns = like.new_zeros(B, len(like))  # Uᵀ
         for part in parts:
             for rows, X in part.rows():
@@ -248,4 +263,6 @@ def _error(
     y: Mapping[nn.Parameter, Tensor],
     params: list[nn.Parameter],
 ) -> float:
-    return _ratio({p: x[p].double() - y[p].double() for p in params}, y, params)
+    return _ratio(
+        {p: x[p].double() - y[p].double() for p in params}, y, params
+    )

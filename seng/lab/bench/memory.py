@@ -64,7 +64,10 @@ def peak(
         torch.cuda.reset_peak_memory_stats()
         work()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return (
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.max_memory_reserved(),
+        )
     before = resident()
     with PeakBytes() as made:
         work()

@@ -20,21 +20,20 @@ class Preset:
     """A way to run SENG, at each of several dampings."""
 
     every: int | None  # T; None: the task's
-    rank: int | None  # None: as many as the direction needs
+    rank: int
     decay: float
     samples: int | None = None
-    memory: int | None = None  # bytes
     dampings: tuple[tuple[float, bool], ...] = (
         (0.01, True),
         (1.0, False),
     )  # ours, relative; the paper's, absolute
 
 
+RANK = 16  # Curvature's own default
 PRESETS = {
-    "default": Preset(None, None, 0.0),
+    "default": Preset(None, RANK, 0.0),
     "strong": Preset(20, 128, 0.8),
-    "every-step": Preset(1, None, 0.0, 64),
-    "small": Preset(None, None, 0.0, memory=128 * 2**20),
+    "every-step": Preset(1, RANK, 0.0, 64),
 }
 
 
@@ -48,8 +47,8 @@ class Which:
     """sgd, adamw, muon, kfac, seng, seng-merged, seng-implicit, seng-explicit, seng-orthogonal, seng-kronecker. Default: all.
     Figures are ratios to sgd."""
     preset: str = "default"
-    """default (T = 200, as many directions as needed, decay 0), strong (T = 20, rank 128, decay 0.8) every-step (T = 1, 64
-    samples) or small (as default, within 128 MiB); each at the relative damping 0.01 and at the paper's absolute λ = 1."""
+    """default (T = 200, rank 16, decay 0), strong (T = 20, rank 128, decay 0.8) or every-step (T = 1, rank 16, 64 samples);
+    each at the relative damping 0.01 and at the paper's absolute λ = 1."""
     compile: bool = False
     """Compile the model; the optimizers step eagerly."""
 
@@ -128,8 +127,12 @@ class Options:
         for name in self.which.contenders:
             chosen("contender", name.replace("-", " "), list(CONTENDERS))
         if self.changes.absolute and self.changes.damping is None:
-            raise ValueError("--absolute says how --damping is meant: give both")
-        if self.parallel.distributed and (self.which.contenders or self.which.compile):
+            raise ValueError(
+                "--absolute says how --damping is meant: give both"
+            )
+        if self.parallel.distributed and (
+            self.which.contenders or self.which.compile
+        ):
             raise ValueError(
                 "--distributed measures sgd and SENG's --strategies, not compiled: leave --contenders and --compile out"
             )
@@ -140,12 +143,15 @@ class Options:
         }
         for name, value in {**counts, "every": self.changes.every}.items():
             if value is not None and value < 1:
-                raise ValueError(f"--{name} is a count of at least 1, not {value}")
+                raise ValueError(
+                    f"--{name} is a count of at least 1, not {value}"
+                )
 
     @property
     def device(self) -> torch.device:
         return torch.device(
-            self.amounts.device or ("cuda" if torch.cuda.is_available() else "cpu")
+            self.amounts.device
+            or ("cuda" if torch.cuda.is_available() else "cpu")
         )
 
     @property
@@ -155,11 +161,15 @@ class Options:
             if self.device.type == "cuda"
             else ["small_cnn"]
         )
-        return [self.measured(TASKS[name]) for name in self.which.models or default]
+        return [
+            self.measured(TASKS[name]) for name in self.which.models or default
+        ]
 
     @property
     def contenders(self) -> list[str]:
-        asked = {name.replace("-", " ") for name in self.which.contenders} or CONTENDERS
+        asked = {
+            name.replace("-", " ") for name in self.which.contenders
+        } or CONTENDERS
         return [name for name in CONTENDERS if name in asked]
 
     def measured(self, task: Task) -> Task:
@@ -169,21 +179,28 @@ class Options:
             for name in ("batch", "warm", "window", "rounds")
         }
         return replace(
-            task, **{name: value for name, value in asked.items() if value is not None}
+            task,
+            **{
+                name: value
+                for name, value in asked.items()
+                if value is not None
+            },
         )
 
     def settings(self, task: Task) -> list[Setting]:
         """One for each damping."""
         preset, c = PRESETS[self.which.preset], self.changes
         dampings = (
-            preset.dampings if c.damping is None else ((c.damping, not c.absolute),)
+            preset.dampings
+            if c.damping is None
+            else ((c.damping, not c.absolute),)
         )
         every = c.every or preset.every or task.every
         rank = preset.rank if c.rank is None else c.rank
         decay = preset.decay if c.decay is None else c.decay
         samples = preset.samples if c.samples is None else c.samples
         return [
-            Setting(every, damping, relative, rank, decay, samples, preset.memory)
+            Setting(every, damping, relative, rank, decay, samples)
             for damping, relative in dampings
         ]
 

@@ -63,12 +63,15 @@ def plain(rows: Sequence[Row]) -> str:
             [name.replace("\n", " ") for name in COLUMNS],
             *([show(row) for show in COLUMNS.values()] for row in part),
         ]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+        widths = [
+            max(len(line[i]) for line in cells) for i in range(len(COLUMNS))
+        ]
         lines += [
             setting,
             *(
                 "  ".join(
-                    cell.rjust(width) for cell, width in zip(line, widths, strict=True)
+                    cell.rjust(width)
+                    for cell, width in zip(line, widths, strict=True)
                 )
                 for line in cells
             ),
@@ -94,7 +97,9 @@ def pretty(rows: Sequence[Row]) -> Any:
         )
         for name in COLUMNS:
             table.add_column(
-                name, justify="left" if name == "contender" else "right", no_wrap=True
+                name,
+                justify="left" if name == "contender" else "right",
+                no_wrap=True,
             )
         for row in part:
             table.add_row(*(show(row) for show in COLUMNS.values()))
@@ -183,8 +188,12 @@ def draw(path: Path) -> str:
         return f"none, matplotlib is missing; later: seng bench --plot {path.parent}"
     result = json.loads(path.read_text())
     names = list(dict.fromkeys(row["contender"] for row in result["rows"]))
-    settings = list(dict.fromkeys(json.dumps(row["setting"]) for row in result["rows"]))
-    figure = Figure(figsize=(13, 1.6 + 0.42 * len(names)), layout="constrained")
+    settings = list(
+        dict.fromkeys(json.dumps(row["setting"]) for row in result["rows"])
+    )
+    figure = Figure(
+        figsize=(13, 1.6 + 0.42 * len(names)), layout="constrained"
+    )
     s = result["setting"]
     title = f"{s['model']}, batch {s['batch']}, {s['precision']}{', compiled' if s['compiled'] else ''}"
     figure.suptitle(f"{title}\n", fontsize=13)
@@ -203,10 +212,12 @@ def draw(path: Path) -> str:
             rows = [
                 row
                 for row in result["rows"]
-                if json.dumps(row["setting"]) == setting and value(row) is not None
+                if json.dumps(row["setting"]) == setting
+                and value(row) is not None
             ]
             at = [
-                names.index(row["contender"]) + (i - (len(settings) - 1) / 2) * height
+                names.index(row["contender"])
+                + (i - (len(settings) - 1) / 2) * height
                 for row in rows
             ]
             given = json.loads(setting)

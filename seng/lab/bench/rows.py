@@ -23,7 +23,9 @@ class Row:
     step_ms: float | None = None  # a refresh spread over T steps included
     idle_ms: float | None = None  # between refreshes
     refresh_ms: float | None = None  # what a step with one costs more
-    ratio_to_sgd: float | None = None  # median over the rounds, each with its own SGD
+    ratio_to_sgd: float | None = (
+        None  # median over the rounds, each with its own SGD
+    )
     ratio_quartiles: list[float] | None = None
     ratio_to_adamw: float | None = None
     whole_period_ms: float | None = (
@@ -41,12 +43,18 @@ class Row:
 
     def of_quality(self, name: str) -> float | None:
         """One of its numbers, where the direction was measured."""
-        return None if self.quality is None else float(getattr(self.quality, name))
+        return (
+            None
+            if self.quality is None
+            else float(getattr(self.quality, name))
+        )
 
 
 def summarise(timed: Sequence[tuple[Row, Times]], window: int) -> None:
     """Medians over the rounds; ratios round by round, since whatever slows a round slows all of it."""
-    step = {row.contender: amortised(row, times, window) for row, times in timed}
+    step = {
+        row.contender: amortised(row, times, window) for row, times in timed
+    }
     for row, times in timed:
         mine = step[row.contender]
         row.step_ms = row.idle_ms = 1e3 * median(mine)
@@ -73,6 +81,7 @@ def amortised(row: Row, times: Times, window: int) -> list[float]:
     """Seconds per step in each round, with a refresh spread over T steps."""
     if row.contender in REFRESHING and row.setting.every > 1:
         return [
-            idle + window * (busy - idle) / row.setting.every for busy, idle in times
+            idle + window * (busy - idle) / row.setting.every
+            for busy, idle in times
         ]
     return [fmean(pair) for pair in times]

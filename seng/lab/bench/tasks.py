@@ -43,7 +43,9 @@ class Task:
         """Mean over samples and positions."""
         return F.cross_entropy(out.flatten(0, -2), target.flatten())
 
-    def batches(self, seed: int, device: torch.device, count: int) -> list[Batch]:
+    def batches(
+        self, seed: int, device: torch.device, count: int
+    ) -> list[Batch]:
         """So many, always the same."""
         return self.data(self, Generator(device).manual_seed(seed), count)
 
@@ -51,7 +53,9 @@ class Task:
 def images(task: Task, generator: Generator, count: int) -> list[Batch]:
     """(B, 3, size, size) in float32 and labels (B,)."""
     like: dict[str, Any] = {"generator": generator, "device": generator.device}
-    prototypes = torch.randn(task.classes, 3, 4, 4, **like, dtype=torch.float32)
+    prototypes = torch.randn(
+        task.classes, 3, 4, 4, **like, dtype=torch.float32
+    )
     out = []
     for _ in range(count):
         y, other = torch.randint(task.classes, (2, task.batch), **like)
@@ -60,7 +64,9 @@ def images(task: Task, generator: Generator, count: int) -> list[Batch]:
         )
         x += torch.randn(x.shape, **like, dtype=x.dtype)
         y = torch.where(torch.rand(task.batch, **like) < 0.25, other, y)
-        out.append((x.to(memory_format=memory_format(task, generator.device)), y))
+        out.append(
+            (x.to(memory_format=memory_format(task, generator.device)), y)
+        )
     return out
 
 
@@ -68,25 +74,33 @@ def tokens(task: Task, generator: Generator, count: int) -> list[Batch]:
     """(B, size) tokens and the token that follows each."""
     like: dict[str, Any] = {"generator": generator, "device": generator.device}
     zipf = 1 / torch.arange(3, task.classes + 3, device=generator.device)
-    follows = torch.multinomial(zipf, 4 * task.classes, True, generator=generator).view(
-        -1, 4
-    )
+    follows = torch.multinomial(
+        zipf, 4 * task.classes, True, generator=generator
+    ).view(-1, 4)
     rows, length = count * task.batch, task.size + 1
-    new = torch.multinomial(zipf, rows * length, True, generator=generator).view(
-        rows, length
-    )
+    new = torch.multinomial(
+        zipf, rows * length, True, generator=generator
+    ).view(rows, length)
     which = torch.multinomial(
         torch.tensor([8.0, 4.0, 2.0, 1.0]).to(zipf),
         rows * length,
         True,
         generator=generator,
     )
-    which, stays = which.view(rows, length), torch.rand(rows, length, **like) < 0.8
+    which, stays = (
+        which.view(rows, length),
+        torch.rand(rows, length, **like) < 0.8,
+    )
     text = [new[:, 0]]
     for t in range(1, length):
-        text.append(torch.where(stays[:, t], follows[text[-1], which[:, t]], new[:, t]))
+        text.append(
+            torch.where(stays[:, t], follows[text[-1], which[:, t]], new[:, t])
+        )
     chunks = torch.stack(text, 1).split(task.batch)
-    return [(chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()) for chunk in chunks]
+    return [
+        (chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous())
+        for chunk in chunks
+    ]
 
 
 def memory_format(task: Task, device: torch.device) -> torch.memory_format:
@@ -127,9 +141,13 @@ TASKS = {
             window=10,
             rounds=15,
         ),
-        Task("resnet50", models.resnet50, images, 256, 224, 1000, True, pool=4),
+        Task(
+            "resnet50", models.resnet50, images, 256, 224, 1000, True, pool=4
+        ),
         Task("gpt2", models.gpt2, tokens, 16, 1024, 50257),
-        Task("vit_s16", models.vit_s16, images, 256, 224, 1000, lr=0.01, pool=4),
+        Task(
+            "vit_s16", models.vit_s16, images, 256, 224, 1000, lr=0.01, pool=4
+        ),
         Task(
             "small_cnn",
             models.small_cnn,

@@ -27,7 +27,12 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+NAMESPACES = (
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
+)
 
 
 def size(tensors: Any) -> int:
@@ -54,7 +59,9 @@ def to_others(tensor: Tensor, splits: Sequence[int], group: Any) -> int:
     """Bytes of an input that is cut along dimension 0, evenly unless `splits` says otherwise, without this rank's own part."""
     found = group_of(group)
     parts = splits or [1] * found.size()
-    return size(tensor) * (sum(parts) - parts[found.rank()]) // max(sum(parts), 1)
+    return (
+        size(tensor) * (sum(parts) - parts[found.rank()]) // max(sum(parts), 1)
+    )
 
 
 def but_own(lists: Sequence[Any], group: Any) -> int:
@@ -65,7 +72,9 @@ def but_own(lists: Sequence[Any], group: Any) -> int:
 def sent(kinds: Sequence[str], tensors: Sequence[Tensor]) -> int:
     """Bytes of those of a batch of messages that go out."""
     return sum(
-        size(t) for kind, t in zip(kinds, tensors, strict=True) if kind == "isend"
+        size(t)
+        for kind, t in zip(kinds, tensors, strict=True)
+        if kind == "isend"
     )
 
 
@@ -97,7 +106,10 @@ RULES: Mapping[str, Rule] = {
     "reduce_scatter_": ("reduce_scatter", second),
     "_reduce_scatter_base_": ("reduce_scatter", second),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", second),
-    "scatter_": ("scatter", lambda _, x, group, *__: but_own(x[0] if x else x, group)),
+    "scatter_": (
+        "scatter",
+        lambda _, x, group, *__: but_own(x[0] if x else x, group),
+    ),
     "alltoall_": ("all_to_all", lambda _, x, group, *__: but_own(x, group)),
     "alltoall_base_": (
         "all_to_all",
@@ -125,7 +137,10 @@ RULES: Mapping[str, Rule] = {
         lambda x, _, __, group: to_others(x, (), group),
     ),
     "isend": ("send", first),
-    "batch_p2p_ops": ("send", lambda kinds, _, __, tensors, *___: sent(kinds, tensors)),
+    "batch_p2p_ops": (
+        "send",
+        lambda kinds, _, __, tensors, *___: sent(kinds, tensors),
+    ),
 }
 SILENT = frozenset(  # nothing of this rank's travels
     (

@@ -25,7 +25,11 @@ def _place(archive: Path, member: tarfile.TarInfo, into: Path) -> Path:
     if not (
         member.isfile() or member.isdir()
     ):  # even a link that leads inside can make a later one lead outside
-        kind = "a link" if member.issym() or member.islnk() else "a device or pipe"
+        kind = (
+            "a link"
+            if member.issym() or member.islnk()
+            else "a device or pipe"
+        )
         raise DataError(
             f"{archive.name} holds {kind} ({member.name!r}), which no dataset needs: it is not to be trusted, delete it"
         )
@@ -36,7 +40,10 @@ def extract(archive: Path, into: Path, report: Report = silent) -> None:
     """A tar archive, compressed or not; owners, modes and times are not taken over."""
     size = archive.stat().st_size
     try:
-        with archive.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:*") as tar:
+        with (
+            archive.open("rb") as raw,
+            tarfile.open(fileobj=raw, mode="r:*") as tar,
+        ):
             for member in tar:
                 place = _place(archive, member, into)
                 if member.isdir():

@@ -70,7 +70,10 @@ class Copies:
             for names in self.files:
                 names = (*names, *(f"{name}.gz" for name in names))
                 found = next(
-                    filter(None, (_find(root, self.places, *names) for root in roots)),
+                    filter(
+                        None,
+                        (_find(root, self.places, *names) for root in roots),
+                    ),
                     None,
                 )
                 if found is None:
@@ -115,10 +118,14 @@ def _from_pictures(picture: Path, classes: Path, batch: int, to: Path) -> None:
 def _from_pickle(batch: Path, to: Path) -> None:
     held = unpickle(batch)
     if b"labels" not in held:
-        raise DataError(f"{batch.name} is not a batch of CIFAR-10: it holds no labels")
+        raise DataError(
+            f"{batch.name} is not a batch of CIFAR-10: it holds no labels"
+        )
     labels = np.asarray(held[b"labels"], np.uint8)[:, None]
     to.write_bytes(
-        np.concatenate([labels, np.asarray(held[b"data"], np.uint8)], 1).tobytes()
+        np.concatenate(
+            [labels, np.asarray(held[b"data"], np.uint8)], 1
+        ).tobytes()
     )
 
 
@@ -161,14 +168,19 @@ class Cifar10:
         elif picture := _find(raw, self.places, f"{name}.png"):
             test = name.startswith("test")
             labels = _find(
-                raw, self.places, "test_lables.json" if test else "train_lables.json"
+                raw,
+                self.places,
+                "test_lables.json" if test else "train_lables.json",
             )  # as the package spells it
             if labels is None:
                 raise _lacks(
                     "test_lables.json or train_lables.json, the classes of its pictures"
                 )
             _from_pictures(
-                picture, labels, 0 if test else int(name.rsplit("_", 1)[1]) - 1, to
+                picture,
+                labels,
+                0 if test else int(name.rsplit("_", 1)[1]) - 1,
+                to,
             )
         else:
             return False
@@ -191,7 +203,8 @@ class Decoded:
                 root / place for root in roots for place in ("", *self.places)
             ]
             folder = next(
-                (path for path in candidates if (path / "train").is_dir()), None
+                (path for path in candidates if (path / "train").is_dir()),
+                None,
             )
             if folder is None:
                 raise _lacks(
@@ -204,7 +217,9 @@ class Decoded:
                 )
             found = len(folders.listing(folder, "train").classes)
             if found != self.classes:
-                raise DataError(f"{folder} has {found} classes, not {self.classes}")
+                raise DataError(
+                    f"{folder} has {found} classes, not {self.classes}"
+                )
             for split, name in (("train", "train"), ("val", "test")):
                 folders.decode(
                     folder,

@@ -18,7 +18,9 @@ from torch import Generator, Tensor
 @lru_cache(maxsize=64)
 def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     """(C, 1, 1); kept, since making it on a GPU waits for a copy."""
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
+    return torch.tensor(values, dtype=torch.float32, device=device)[
+        :, None, None
+    ]
 
 
 def normalise(
@@ -55,7 +57,9 @@ def _mirrored(length: int, pad: int, like: Tensor) -> Tensor:
     return (length - 1) - ((length - 1) - place).abs()
 
 
-def crop(x: Tensor, pad: int, generator: Generator, reflect: bool = False) -> Tensor:
+def crop(
+    x: Tensor, pad: int, generator: Generator, reflect: bool = False
+) -> Tensor:
     """Every image shifted by up to `pad` pixels along both axes; what comes in from outside is zero, or mirrored."""
     count, _, height, width = x.shape
     if pad < 0 or (reflect and pad >= min(height, width)):
@@ -102,9 +106,12 @@ def resized_crop(
         * (scale[0] + (scale[1] - scale[0]) * _uniform(count, generator, x))
     )
     shape = (
-        log(ratio[0]) + (log(ratio[1]) - log(ratio[0])) * _uniform(count, generator, x)
+        log(ratio[0])
+        + (log(ratio[1]) - log(ratio[0])) * _uniform(count, generator, x)
     ).exp()
-    wide = ((area * shape).sqrt() / width).clamp(max=1)  # as shares of the image
+    wide = ((area * shape).sqrt() / width).clamp(
+        max=1
+    )  # as shares of the image
     high = ((area / shape).sqrt() / height).clamp(max=1)
     theta = torch.zeros(count, 2, 3, device=x.device, dtype=torch.float32)
     theta[:, 0, 0], theta[:, 1, 1] = wide, high
@@ -113,13 +120,21 @@ def resized_crop(
     )  # the centre, from −1 to 1 across the image
     theta[:, 1, 2] = (1 - high) * (2 * _uniform(count, generator, x) - 1)
     pixels = x if x.is_floating_point() else x.float()
-    grid = F.affine_grid(theta, [count, channels, size, size], align_corners=False).to(
-        pixels.dtype
-    )
+    grid = F.affine_grid(
+        theta, [count, channels, size, size], align_corners=False
+    ).to(pixels.dtype)
     out = F.grid_sample(
-        pixels, grid, mode="bilinear", padding_mode="border", align_corners=False
+        pixels,
+        grid,
+        mode="bilinear",
+        padding_mode="border",
+        align_corners=False,
     )
-    return out if x.is_floating_point() else out.round_().clamp_(0, 255).to(x.dtype)
+    return (
+        out
+        if x.is_floating_point()
+        else out.round_().clamp_(0, 255).to(x.dtype)
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +147,9 @@ class Augment:
 
     def __post_init__(self) -> None:
         if self.crop < 0:
-            raise ValueError(f"crop is a number of pixels, at least 0, not {self.crop}")
+            raise ValueError(
+                f"crop is a number of pixels, at least 0, not {self.crop}"
+            )
 
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:
         """One batch; the generator is on its device."""

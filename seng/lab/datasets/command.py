@@ -35,7 +35,8 @@ def _state(kept: Dataset, folder: Path) -> str:
 def table(folder: Path) -> Table:
     """Every dataset and whether it is in the folder."""
     out = Table(
-        title=f"Datasets in {folder}; seng data NAME gets one", title_justify="left"
+        title=f"Datasets in {folder}; seng data NAME gets one",
+        title_justify="left",
     )
     out.add_column("name", no_wrap=True)
     out.add_column("what")
@@ -61,7 +62,10 @@ def _bar(console: Console) -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task("", total=None)
 
@@ -76,7 +80,8 @@ def _bar(console: Console) -> Iterator[Report]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="seng data", description="get a dataset; without a name, list all of them"
+        prog="seng data",
+        description="get a dataset; without a name, list all of them",
     )
     parser.add_argument("name", nargs="?", help=", ".join(DATASETS))
     parser.add_argument(

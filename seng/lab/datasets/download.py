@@ -11,7 +11,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from seng.lab.datasets.values import CHUNK, Check, DataError, Report, silent, verify
+from seng.lab.datasets.values import (
+    CHUNK,
+    Check,
+    DataError,
+    Report,
+    silent,
+    verify,
+)
 
 ATTEMPTS = 3  # in a row that bring nothing new
 PAUSE = 1.0  # seconds before another
@@ -25,7 +32,9 @@ class _CutOffError(Exception):
 
 def _ask(url: str, have: int) -> Any:
     """The answer to a request for all but the first `have` bytes, or None where there are no more."""
-    headers = {"User-Agent": "seng"} | ({"Range": f"bytes={have}-"} if have else {})
+    headers = {"User-Agent": "seng"} | (
+        {"Range": f"bytes={have}-"} if have else {}
+    )
     try:
         return urllib.request.urlopen(
             urllib.request.Request(url, headers=headers), timeout=TIMEOUT
@@ -33,7 +42,9 @@ def _ask(url: str, have: int) -> Any:
     except urllib.error.HTTPError as refusal:
         if refusal.code == 416 and have:
             return None
-        raise DataError(f"{url} answers {refusal.code} {refusal.reason}") from None
+        raise DataError(
+            f"{url} answers {refusal.code} {refusal.reason}"
+        ) from None
     except (OSError, http.client.HTTPException) as error:
         raise _CutOffError(
             getattr(error, "reason", None) or error or type(error).__name__
@@ -73,14 +84,20 @@ def _whole(url: str, part: Path, report: Report) -> None:
         try:
             return _read_on(url, part, report)
         except _CutOffError as cut:
-            idle = 0 if part.exists() and part.stat().st_size > before else idle + 1
+            idle = (
+                0
+                if part.exists() and part.stat().st_size > before
+                else idle + 1
+            )
             if idle == ATTEMPTS:
                 begun = (
                     "; what came is kept, and the next attempt goes on from there"
                     if part.exists()
                     else ""
                 )
-                raise DataError(f"{url} could not be read ({cut}){begun}") from None
+                raise DataError(
+                    f"{url} could not be read ({cut}){begun}"
+                ) from None
         time.sleep(PAUSE)
 
 
@@ -96,7 +113,9 @@ def download(
     try:
         _whole(url, part, report)
     except OSError as error:
-        if error.errno in FULL:  # the space is worth more now than what has come
+        if (
+            error.errno in FULL
+        ):  # the space is worth more now than what has come
             part.unlink(missing_ok=True)
         raise
     try:
@@ -104,7 +123,9 @@ def download(
     except DataError as wrong:
         part.unlink()
         if not resumed:
-            raise DataError(f"{url}: {wrong}".replace(part.name, to.name)) from None
+            raise DataError(
+                f"{url}: {wrong}".replace(part.name, to.name)
+            ) from None
         return download(
             url, to, checks, report
         )  # the file may have changed between the two halves

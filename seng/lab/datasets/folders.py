@@ -36,13 +36,17 @@ class Listing:
 
 @lru_cache(maxsize=8)
 def _listed(split: Path) -> Listing:
-    classes = tuple(sorted(entry.name for entry in os.scandir(split) if entry.is_dir()))
+    classes = tuple(
+        sorted(entry.name for entry in os.scandir(split) if entry.is_dir())
+    )
     paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
         with os.scandir(split / name) as entries:
             found = sorted(
-                entry.path for entry in entries if entry.name.lower().endswith(ENDINGS)
+                entry.path
+                for entry in entries
+                if entry.name.lower().endswith(ENDINGS)
             )
         if not found:
             raise DataError(
@@ -65,8 +69,12 @@ def listing(folder: Path, split: str) -> Listing:
                 f"{folder} has no folder {name}: expected train/CLASS/*.JPEG and val/CLASS/*.JPEG"
             )
     if split not in ("train", "val"):
-        raise DataError(f"there is no split {split!r}: there are train and val")
-    train, val = (_listed((folder / name).resolve()) for name in ("train", "val"))
+        raise DataError(
+            f"there is no split {split!r}: there are train and val"
+        )
+    train, val = (
+        _listed((folder / name).resolve()) for name in ("train", "val")
+    )
     if odd := sorted(set(train.classes) ^ set(val.classes)):
         raise DataError(
             f"train and val of {folder} differ in {len(odd)} of their classes, {odd[0]} for one"
@@ -101,9 +109,9 @@ def _opened(
         min(box[2] * across, pixels.width),
         min(box[3] * down, pixels.height),
     )
-    return np.asarray(pixels.resize(size, Image.Resampling.BILINEAR, inside)).transpose(
-        2, 0, 1
-    )
+    return np.asarray(
+        pixels.resize(size, Image.Resampling.BILINEAR, inside)
+    ).transpose(2, 0, 1)
 
 
 def centre(share: float) -> Callable[[int, int], Box]:
@@ -179,7 +187,9 @@ def decode(
 class _Decoded(Dataset[tuple[Tensor, int]]):
     """An image of a listing, decoded when it is asked for; its window depends on the seed, the epoch and its place alone."""
 
-    def __init__(self, found: Listing, size: int, train: bool, seed: str) -> None:
+    def __init__(
+        self, found: Listing, size: int, train: bool, seed: str
+    ) -> None:
         self.found, self.size, self.train, self.seed = found, size, train, seed
 
     def __len__(self) -> int:
@@ -192,7 +202,9 @@ class _Decoded(Dataset[tuple[Tensor, int]]):
             else centre(224 / 256)
         )
         pixels = _opened(self.found.paths[i], (self.size, self.size), choose)
-        return torch.from_numpy(np.ascontiguousarray(pixels)), self.found.labels[i]
+        return torch.from_numpy(
+            np.ascontiguousarray(pixels)
+        ), self.found.labels[i]
 
 
 def stream(
@@ -216,7 +228,9 @@ def stream(
         raise ValueError(
             f"batch and size are at least 1 and workers at least 0, not {batch}, {size} and {workers}"
         )
-    images = _Decoded(listing(Path(folder), split), size, train, f"{seed} {epoch}")
+    images = _Decoded(
+        listing(Path(folder), split), size, train, f"{seed} {epoch}"
+    )
     if train and len(images) < batch:
         raise DataError(
             f"{folder} has {len(images)} images in {split}, which is less than one batch of {batch}"

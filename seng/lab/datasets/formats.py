@@ -51,9 +51,13 @@ def unpickle(path: Path) -> dict[bytes, Any]:
         IndexError,
         KeyError,
     ) as error:
-        raise DataError(f"{path.name} is not a pickled batch ({error})") from None
+        raise DataError(
+            f"{path.name} is not a pickled batch ({error})"
+        ) from None
     if not isinstance(batch, dict) or b"data" not in batch:
-        raise DataError(f"{path.name} is not a batch of CIFAR: it holds no data")
+        raise DataError(
+            f"{path.name} is not a batch of CIFAR: it holds no data"
+        )
     return batch
 
 
@@ -86,7 +90,9 @@ def cifar_binary(paths: tuple[Path, ...], classes: int = 10) -> Arrays:
             )
         parts.append(raw.reshape(-1, 3073))
     rows = np.concatenate(parts)
-    return _arrays(rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0], classes, paths[0])
+    return _arrays(
+        rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0], classes, paths[0]
+    )
 
 
 def cifar_pickle(path: Path, classes: int = 100) -> Arrays:
@@ -94,7 +100,9 @@ def cifar_pickle(path: Path, classes: int = 100) -> Arrays:
     batch = unpickle(path)
     labels = batch.get(b"fine_labels", batch.get(b"labels"))
     if labels is None:
-        raise DataError(f"{path.name} is not a batch of CIFAR: it holds no labels")
+        raise DataError(
+            f"{path.name} is not a batch of CIFAR: it holds no labels"
+        )
     return _arrays(
         np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32),
         np.asarray(labels),
@@ -142,7 +150,9 @@ def idx_folder(folder: Path) -> Pair:
     train_images, train_labels, test_images, test_labels = (
         folder / name for name in IDX
     )
-    return idx_pair(train_images, train_labels), idx_pair(test_images, test_labels)
+    return idx_pair(train_images, train_labels), idx_pair(
+        test_images, test_labels
+    )
 
 
 def digits(folder: Path) -> Pair:
@@ -190,4 +200,6 @@ def characters(path: Path) -> Pair:
     tokens = torch.tensor([rank[character] for character in text])
     none = torch.empty(0, dtype=torch.int64)
     cut = len(tokens) * 9 // 10
-    return Arrays(tokens[:cut].clone(), none), Arrays(tokens[cut:].clone(), none)
+    return Arrays(tokens[:cut].clone(), none), Arrays(
+        tokens[cut:].clone(), none
+    )

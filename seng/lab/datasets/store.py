@@ -62,7 +62,9 @@ def _sealed(path: Path, file: File) -> Seal:
     """By its checksum; a file that is made here gets one now."""
     own = Check("sha256", "")
     check = (
-        verify(path, file.checks) if file.checks else replace(own, digest=own.of(path))
+        verify(path, file.checks)
+        if file.checks
+        else replace(own, digest=own.of(path))
     )
     return Seal(path.stat().st_size, path.stat().st_mtime_ns, **asdict(check))
 
@@ -80,7 +82,9 @@ def _read_stamp(home: Path) -> dict[str, Seal]:
 def _write_stamp(home: Path, seals: dict[str, Seal]) -> None:
     beside = home / f".{STAMP}.{os.getpid()}"
     beside.write_text(
-        json.dumps({name: asdict(seal) for name, seal in seals.items()}, indent=1)
+        json.dumps(
+            {name: asdict(seal) for name, seal in seals.items()}, indent=1
+        )
         + "\n"
     )
     os.replace(beside, home / STAMP)
@@ -89,7 +93,9 @@ def _write_stamp(home: Path, seals: dict[str, Seal]) -> None:
 def check(home: Path, kept: Dataset) -> str:
     """That every file is there and what it should be, by the stamp where that still fits; returns the notes about the data."""
     again = f"`seng data {kept.name}` gets it again"
-    missing = [file.name for file in kept.files if not (home / file.name).is_file()]
+    missing = [
+        file.name for file in kept.files if not (home / file.name).is_file()
+    ]
     if missing:
         raise DataError(f"{home} lacks {', '.join(missing)}: {again}")
     old = _read_stamp(home)
@@ -115,9 +121,13 @@ def check(home: Path, kept: Dataset) -> str:
         except DataError as wrong:
             raise DataError(f"in {home}, {wrong}: {again}") from None
     if seals != old:
-        with suppress(OSError):  # in a folder that others own it is checked every time
+        with suppress(
+            OSError
+        ):  # in a folder that others own it is checked every time
             _write_stamp(home, seals)
-    return "; ".join(dict.fromkeys(seal.note for seal in seals.values() if seal.note))
+    return "; ".join(
+        dict.fromkeys(seal.note for seal in seals.values() if seal.note)
+    )
 
 
 @contextmanager
@@ -135,12 +145,16 @@ def _alone(path: Path, report: Report) -> Iterator[None]:
 
 
 @contextmanager
-def _stage(folder: Path, name: str, report: Report) -> Iterator[tuple[Path, Path]]:
+def _stage(
+    folder: Path, name: str, report: Report
+) -> Iterator[tuple[Path, Path]]:
     """Two folders for this process alone: one that is gone afterwards whatever happens, one that stays until all went well."""
     folder.mkdir(parents=True, exist_ok=True)
     stage, parts = folder / f".{name}.stage", folder / f".{name}.parts"
     with _alone(folder / f".{name}.lock", report):
-        shutil.rmtree(stage, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(
+            stage, ignore_errors=True
+        )  # of a process that was killed
         stage.mkdir()
         parts.mkdir(exist_ok=True)
         try:
@@ -172,7 +186,12 @@ def _publish(made: Path, home: Path, kept: Dataset) -> None:
 
 
 def _from(
-    source: Source, kept: Dataset, stage: Path, parts: Path, home: Path, report: Report
+    source: Source,
+    kept: Dataset,
+    stage: Path,
+    parts: Path,
+    home: Path,
+    report: Report,
 ) -> None:
     raw, made = stage / "raw", stage / "made"
     for path in (raw, made):
@@ -183,7 +202,8 @@ def _from(
     kept.assemble(given, made, report)
     report("checking", 0, None)
     _write_stamp(
-        made, {file.name: _sealed(made / file.name, file) for file in kept.files}
+        made,
+        {file.name: _sealed(made / file.name, file) for file in kept.files},
     )
     _publish(made, home, kept)
 
@@ -237,7 +257,9 @@ def get(
         if not source and present(kept, home):
             return f"{kept.name} is in {home} already, and whole"
         for origin in (
-            (Local(Path(source)),) if source else (Local(folder), *kept.sources)
+            (Local(Path(source)),)
+            if source
+            else (Local(folder), *kept.sources)
         ):
             try:
                 _from(origin, kept, stage, parts, home, report)
@@ -245,14 +267,18 @@ def get(
             except DataError as failure:
                 said = str(failure)
                 failures.append(
-                    said if said.startswith(str(origin)) else f"{origin}: {said}"
+                    said
+                    if said.startswith(str(origin))
+                    else f"{origin}: {said}"
                 )
         hint = (
             ""
             if source
             else f"; where you have its files, seng data {kept.name} --from FOLDER takes them"
         )
-        raise DataError(f"{kept.name} could not be had: {'; '.join(failures)}{hint}")
+        raise DataError(
+            f"{kept.name} could not be had: {'; '.join(failures)}{hint}"
+        )
 
 
 def present(kept: Dataset, home: Path) -> bool:
@@ -280,4 +306,6 @@ def load(name: str, folder: Path | str | None = None) -> Data:
             )
         note = check(home, kept)
     train, test = kept.read(home)
-    return Data(kept.name, train, test, kept.classes, kept.mean, kept.std, note)
+    return Data(
+        kept.name, train, test, kept.classes, kept.mean, kept.std, note
+    )

@@ -88,7 +88,10 @@ def report(options: Options, console: Console) -> None:
             markup=False,
         )
     console.print(
-        f"page: {options.out.resolve()}", highlight=False, soft_wrap=True, markup=False
+        f"page: {options.out.resolve()}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
     )
 
 
@@ -122,7 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff,)
     options = tyro.cli(
-        Options, prog="seng report", description=__doc__, args=arguments, config=config
+        Options,
+        prog="seng report",
+        description=__doc__,
+        args=arguments,
+        config=config,
     )
     console = Console()
     try:

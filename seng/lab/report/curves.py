@@ -49,17 +49,23 @@ def series(run: Trajectory, x: str, y: str) -> tuple[Array, Array]:
 def thin(count: int, most: int = MOST) -> NDArray[np.int64]:
     """Which of `count` points to keep: evenly spread, with the first and the last."""
     return np.unique(
-        np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(np.int64)
+        np.linspace(0, max(count - 1, 0), min(count, most))
+        .round()
+        .astype(np.int64)
     )
 
 
-def band(runs: Sequence[Trajectory], x: str, y: str, most: int = MOST) -> Band | None:
+def band(
+    runs: Sequence[Trajectory], x: str, y: str, most: int = MOST
+) -> Band | None:
     """Over the seeds, by linear interpolation; None where there is no x that all of them have."""
     each = [series(run, x, y) for run in runs if run.timed or x != "seconds"]
     if not each or any(len(xs) == 0 for xs, _ in each):
         return None
     first, last = max(xs[0] for xs, _ in each), min(xs[-1] for xs, _ in each)
-    grid = np.unique(np.concatenate([xs for xs, _ in each] + [np.array([first, last])]))
+    grid = np.unique(
+        np.concatenate([xs for xs, _ in each] + [np.array([first, last])])
+    )
     grid = grid[(grid >= first) & (grid <= last)]
     if len(grid) == 0:
         return None

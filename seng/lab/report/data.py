@@ -11,7 +11,9 @@ from seng.lab.report.summary import Estimate, Standing, Task
 from seng.lab.results import Trajectory
 
 QUANTITIES = ("metric", "train_loss", "loss")
-BAND_POINTS = 300  # of a mean over seeds: nine of them go into the page for each method
+BAND_POINTS = (
+    300  # of a mean over seeds: nine of them go into the page for each method
+)
 
 
 def task_data(task: Task, looks: dict[str, Look]) -> dict[str, Any]:
@@ -23,10 +25,14 @@ def task_data(task: Task, looks: dict[str, Look]) -> dict[str, Any]:
         "target": None if task.target is None else short(scale * task.target),
         "range": metric_range(task, scale),
         "axes": AXES,
-        "methods": [_method(s, task, looks[s.name], scale) for s in task.standings],
+        "methods": [
+            _method(s, task, looks[s.name], scale) for s in task.standings
+        ],
         "bars": {
             "seconds": _bars(task.standings, lambda s: s.seconds, "s", True),
-            "epochs": _bars(task.standings, lambda s: s.epochs, "epochs", True),
+            "epochs": _bars(
+                task.standings, lambda s: s.epochs, "epochs", True
+            ),
             "step_ms": _bars(task.standings, lambda s: s.step_ms, "ms", False),
         },
     }
@@ -45,12 +51,18 @@ def metric_range(task: Task, scale: int) -> tuple[float, float] | None:
         return None
     goal, sign = scale * task.target, 1 if task.higher_is_better else -1
     worst = min(sign * value for value in values)
-    low = min(sign * goal - (sign * goal - worst) / 4, *(sign * best for best in bests))
+    low = min(
+        sign * goal - (sign * goal - worst) / 4,
+        *(sign * best for best in bests),
+    )
     high = max(sign * goal, *(sign * value for value in values))
     if high <= low:
         return None
     edges = sorted(
-        (sign * (low - 0.04 * (high - low)), sign * (high + 0.06 * (high - low)))
+        (
+            sign * (low - 0.04 * (high - low)),
+            sign * (high + 0.06 * (high - low)),
+        )
     )
     return edges[0], edges[1]
 
@@ -78,7 +90,8 @@ def _seed(run: Trajectory, scale: int) -> dict[str, Any]:
     there = run.to_target
     out: dict[str, Any] = {
         "seed": run.seed,
-        "target": there and {axis: short(getattr(there, axis)) for axis in AXES},
+        "target": there
+        and {axis: short(getattr(there, axis)) for axis in AXES},
     }
     if there and there.metric is not None:
         out["target"]["metric"] = short(scale * there.metric)
@@ -92,7 +105,8 @@ def _seed(run: Trajectory, scale: int) -> dict[str, Any]:
         factor = scale if quantity == "metric" else 1
         values = [getattr(point, quantity) for point in points]
         out[quantity] = [
-            None if value is None else short(factor * value) for value in values
+            None if value is None else short(factor * value)
+            for value in values
         ]
     return out
 
@@ -112,7 +126,9 @@ def _bars(
             e, "not reached" if to_target and not s.reached else "untimed"
         )
         text = f"{said} ({s.share})" if to_target else said
-        hover = ", ".join(filter(None, (f"{said} {unit}" if e else said, share)))
+        hover = ", ".join(
+            filter(None, (f"{said} {unit}" if e else said, share))
+        )
         out.append(
             {
                 "name": s.name,

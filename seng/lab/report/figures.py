@@ -82,7 +82,8 @@ def draw(tasks: Sequence[Task], folder: Path) -> list[Path]:
                 path = folder / f"{task.stem}-{name}.png"
                 figure.savefig(path, dpi=160, metadata={"Software": None})
                 figure.savefig(
-                    path.with_suffix(".svg"), metadata={"Date": None, "Creator": None}
+                    path.with_suffix(".svg"),
+                    metadata={"Date": None, "Creator": None},
                 )
                 written += [path, path.with_suffix(".svg")]
     return written
@@ -99,14 +100,22 @@ def curves(task: Task, look: dict[str, Look]) -> Figure:
         ):
             for name in task.methods:
                 _curve(
-                    axes[row, column], task, name, look[name], axis, quantity, factor
+                    axes[row, column],
+                    task,
+                    name,
+                    look[name],
+                    axis,
+                    quantity,
+                    factor,
                 )
         axes[1, column].set(xlabel=AXES[axis])
         axes[1, column].set_xlim(left=0)
     span = metric_range(task, scale)
     if task.target is not None:
         for ax in axes[0]:
-            ax.axhline(scale * task.target, color="0.3", linewidth=0.9, linestyle=":")
+            ax.axhline(
+                scale * task.target, color="0.3", linewidth=0.9, linestyle=":"
+            )
     if span:
         axes[0, 0].set_ylim(*span)
     losses = [
@@ -117,7 +126,8 @@ def curves(task: Task, look: dict[str, Look]) -> Figure:
     ]
     axes[0, 0].set(ylabel=f"held-out {metric_label(task)}")
     axes[1, 0].set(
-        ylabel="training loss", yscale="log" if losses and min(losses) > 0 else "linear"
+        ylabel="training loss",
+        yscale="log" if losses and min(losses) > 0 else "linear",
     )
     for ax in axes.flat:
         ax.grid(alpha=0.25)
@@ -137,11 +147,21 @@ def curves(task: Task, look: dict[str, Look]) -> Figure:
 
 
 def _curve(
-    ax: Any, task: Task, name: str, look: Look, axis: str, quantity: str, factor: int
+    ax: Any,
+    task: Task,
+    name: str,
+    look: Look,
+    axis: str,
+    quantity: str,
+    factor: int,
 ) -> None:
     """One method: the mean and the range as far as all seeds go, the single seeds thin, a mark where one reached the target."""
     runs = task.methods[name]
-    bold = {"color": look.light, "linewidth": 1.8, "linestyle": DASHES[look.dash]}
+    bold = {
+        "color": look.light,
+        "linewidth": 1.8,
+        "linestyle": DASHES[look.dash],
+    }
     mean = band(runs, axis, quantity) if len(runs) > 1 else None
     if mean is not None:
         ax.fill_between(
@@ -160,9 +180,19 @@ def _curve(
             if mean is not None
             else bold
         )
-        ax.plot(x, factor * y, label=name if mean is None and i == 0 else None, **style)
+        ax.plot(
+            x,
+            factor * y,
+            label=name if mean is None and i == 0 else None,
+            **style,
+        )
         there = run.to_target
-        if quantity == "metric" and there and there.metric is not None and len(x):
+        if (
+            quantity == "metric"
+            and there
+            and there.metric is not None
+            and len(x)
+        ):
             place = [getattr(there, axis)], [factor * there.metric]
             ax.plot(
                 *place,
@@ -195,9 +225,13 @@ def bars(
                 "facecolor": (paint.light, 0.45),
                 "edgecolor": paint.light,
             }  # so that the interval is seen on every colour
-            ax.barh(i, mean, 0.62, hatch=HATCHES[paint.dash], linewidth=1, **pale)
+            ax.barh(
+                i, mean, 0.62, hatch=HATCHES[paint.dash], linewidth=1, **pale
+            )
             if half:
-                ax.errorbar(mean, i, xerr=half, color="0.15", capsize=3, linewidth=1.1)
+                ax.errorbar(
+                    mean, i, xerr=half, color="0.15", capsize=3, linewidth=1.1
+                )
             said = plus_minus(
                 e, "not reached" if share and not s.reached else "untimed"
             ) + (f" ({s.share})" if share else "")
@@ -213,7 +247,9 @@ def bars(
         ax.set(xlabel=label, xlim=(0, 1.5 * farthest or 1))
         ax.grid(axis="x", alpha=0.25)
         ax.set_axisbelow(True)
-    axes[0].set_yticks(range(len(task.standings)), [s.name for s in task.standings])
+    axes[0].set_yticks(
+        range(len(task.standings)), [s.name for s in task.standings]
+    )
     axes[0].invert_yaxis()
     figure.suptitle(
         f"{task.title}; target: {target_words(task)}" if share else task.title,

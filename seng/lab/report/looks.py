@@ -38,10 +38,12 @@ class Look:
 
 def looks(tasks: Sequence[Task]) -> list[dict[str, Look]]:
     """Of each task by method: colours are the same for all tasks, dashes and markers start anew in each."""
-    optimizers = sorted({s.optimizer for task in tasks for s in task.standings})
-    spare = [pair for name, pair in COLOURS.items() if name not in optimizers] or list(
-        COLOURS.values()
+    optimizers = sorted(
+        {s.optimizer for task in tasks for s in task.standings}
     )
+    spare = [
+        pair for name, pair in COLOURS.items() if name not in optimizers
+    ] or list(COLOURS.values())
     palette = dict(COLOURS)
     for optimizer in optimizers:
         taken = sum(name not in COLOURS for name in palette)
@@ -72,7 +74,11 @@ def number(value: float) -> str:
     """1234 · 123 · 12.3 · 1.23 · 0.123 · 1.2e-05"""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.{decimals(value)}f}" if abs(value) >= 1e-3 else f"{value:.1e}"
+    return (
+        f"{value:.{decimals(value)}f}"
+        if abs(value) >= 1e-3
+        else f"{value:.1e}"
+    )
 
 
 def decimals(value: float) -> int:
@@ -85,7 +91,9 @@ def plus_minus(e: Estimate | None, nothing: str = "–") -> str:
     if e is None:
         return nothing
     if e.half is None or abs(e.mean) < 1e-3:
-        return number(e.mean) + ("" if e.half is None else f" ± {number(e.half)}")
+        return number(e.mean) + (
+            "" if e.half is None else f" ± {number(e.half)}"
+        )
     places = decimals(e.mean)
     return f"{e.mean:,.{places}f} ± {e.half:,.{places}f}"
 
@@ -102,14 +110,18 @@ def of_metric(e: Estimate | None, task: Task) -> str:
 
 def metric_label(task: Task) -> str:
     """accuracy, %"""
-    return task.metric_name.replace("_", " ") + (", %" if is_share(task) else "")
+    return task.metric_name.replace("_", " ") + (
+        ", %" if is_share(task) else ""
+    )
 
 
 def target_words(task: Task) -> str:
     """accuracy of at least 94 %"""
     if task.target is None:
         return "no target"
-    value = f"{100 * task.target:g} %" if is_share(task) else f"{task.target:g}"
+    value = (
+        f"{100 * task.target:g} %" if is_share(task) else f"{task.target:g}"
+    )
     return f"{task.metric_name.replace('_', ' ')} of at {'least' if task.higher_is_better else 'most'} {value}"
 
 

@@ -11,7 +11,14 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from seng.lab.report.curves import AXES
 from seng.lab.report.data import task_data
-from seng.lab.report.looks import Look, cells, headings, looks, plus_minus, target_words
+from seng.lab.report.looks import (
+    Look,
+    cells,
+    headings,
+    looks,
+    plus_minus,
+    target_words,
+)
 from seng.lab.report.script import GUARD, SCRIPT
 from seng.lab.report.style import STYLE
 from seng.lab.report.summary import Task, provenances
@@ -43,7 +50,9 @@ def page(tasks: Sequence[Task], skipped: Sequence[str], source: str) -> str:
     """The whole page; `skipped` are the sentences of `results.read`, `source` says where the runs came from."""
     drawn = list(zip(tasks, looks(tasks), strict=True))
     names = list(dict.fromkeys(task.name for task in tasks))
-    runs = len({(run.task, run.name, run.seed) for task in tasks for run in task.runs})
+    runs = len(
+        {(run.task, run.name, run.seed) for task in tasks for run in task.runs}
+    )
     links = "".join(
         f'<li><a href="#task-{i}">{escape(task.title)}</a></li>'
         for i, task in enumerate(tasks)
@@ -53,7 +62,9 @@ def page(tasks: Sequence[Task], skipped: Sequence[str], source: str) -> str:
         separators=(",", ":"),
         allow_nan=False,
     )
-    body = "".join(_section(i, task, look) for i, (task, look) in enumerate(drawn))
+    body = "".join(
+        _section(i, task, look) for i, (task, look) in enumerate(drawn)
+    )
     count = f"{runs} run{'s' * (runs != 1)} of {len(names)} task{'s' * (len(names) != 1)}, from {source}"
     return f"""<!doctype html>
 <html lang="en">
@@ -96,7 +107,8 @@ def _section(index: int, task: Task, look: dict[str, Look]) -> str:
         for kind, title in CURVES
     )
     bars = "".join(
-        _plot(index, task, kind, title, f"height:{height}px") for kind, title in BARS
+        _plot(index, task, kind, title, f"height:{height}px")
+        for kind, title in BARS
     )
     return f"""<section id="task-{index}" aria-labelledby="name-{index}">
 <h2 id="name-{index}">{escape(task.title)}</h2>
@@ -116,7 +128,11 @@ def _headline(task: Task) -> str:
     """One sentence on who came first."""
     first = task.standings[0]
     if first.epochs is None:
-        return "No seed of any method reached it." if task.target is not None else ""
+        return (
+            "No seed of any method reached it."
+            if task.target is not None
+            else ""
+        )
     seconds = f"{plus_minus(first.seconds)} s and " if first.seconds else ""
     who = f"{first.name} stands first: {seconds}{plus_minus(first.epochs)} epochs to it"
     return f"{who}, with {first.reached} of {len(first.seeds)} seed{'s' * (len(first.seeds) != 1)}."
@@ -139,7 +155,8 @@ def _standings(task: Task) -> str:
     rows = []
     for s in task.standings:
         means = [
-            e and e.mean for e in (s.seconds, s.epochs, s.final, s.best, s.step_ms)
+            e and e.mean
+            for e in (s.seconds, s.epochs, s.final, s.best, s.step_ms)
         ]
         values = [s.name, s.reached / len(s.seeds), *means, s.trials]
         texts = cells(s, task)
@@ -163,12 +180,15 @@ def _standings(task: Task) -> str:
 def _switches(index: int, task: Task, look: dict[str, Look]) -> str:
     """Buttons: which axis, which loss, which methods."""
 
-    def button(key: str, value: str, text: str, pressed: bool, style: str = "") -> str:
+    def button(
+        key: str, value: str, text: str, pressed: bool, style: str = ""
+    ) -> str:
         state = f'aria-pressed="{str(pressed).lower()}"'
         return f'<button type="button" data-task="{index}" data-{key}="{escape(value)}" {state} {style}>{text}</button>'
 
     axes = "".join(
-        button("axis", axis, words, axis == "seconds") for axis, words in AXES.items()
+        button("axis", axis, words, axis == "seconds")
+        for axis, words in AXES.items()
     )
     losses = button("loss", "train_loss", "training", True) + button(
         "loss", "loss", "held-out", False
@@ -249,10 +269,10 @@ def _provenance(task: Task) -> str:
             versions,
             where.get("commit", "unknown"),
         )
-        rows += "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
-        rows += (
-            f"<td><code>{escape(str(where.get('command', 'unknown')))}</code></td></tr>"
+        rows += "<tr>" + "".join(
+            f"<td>{escape(str(cell))}</td>" for cell in cells
         )
+        rows += f"<td><code>{escape(str(where.get('command', 'unknown')))}</code></td></tr>"
     head = "".join(
         f'<th scope="col">{word}</th>'
         for word in ("runs", "machine", "versions", "commit", "command")

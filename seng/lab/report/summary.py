@@ -89,7 +89,9 @@ class Task:
     def title(self) -> str:
         """cifar10-resnet18, runs labelled b…"""
         words = (
-            "other labels" if self.study == OTHER else f"runs labelled {self.study}…"
+            "other labels"
+            if self.study == OTHER
+            else f"runs labelled {self.study}…"
         )
         return f"{self.name}, {words}" if self.study else self.name
 
@@ -111,7 +113,9 @@ def step_ms(run: Trajectory) -> float | None:
         (run.final.seconds, run.final.step)
     ]
     each = [
-        1e3 * seconds / steps for seconds, steps in spans if steps > 0 and seconds >= 0
+        1e3 * seconds / steps
+        for seconds, steps in spans
+        if steps > 0 and seconds >= 0
     ]
     return median(each) if each else None
 
@@ -128,7 +132,9 @@ def standing(runs: Sequence[Trajectory]) -> Standing:
         seeds=tuple(run.seed for run in runs),
         reached=len(reached),
         seconds=estimate(
-            point.seconds for run in runs if run.timed and (point := run.to_target)
+            point.seconds
+            for run in runs
+            if run.timed and (point := run.to_target)
         ),
         epochs=estimate(point.epoch for point in reached),
         final=estimate(run.final.metric for run in runs),
@@ -144,16 +150,21 @@ def standing(runs: Sequence[Trajectory]) -> Standing:
 def summarise(trajectories: Sequence[Trajectory]) -> list[Task]:
     """The tasks, by name, each followed by its studies."""
     ordered = sorted(
-        trajectories, key=lambda t: (t.task, t.optimizer, natural(t.label), t.seed)
+        trajectories,
+        key=lambda t: (t.task, t.optimizer, natural(t.label), t.seed),
     )
     found = []
-    for task, study in sorted({(run.task, study_of(run.label)) for run in ordered}):
+    for task, study in sorted(
+        {(run.task, study_of(run.label)) for run in ordered}
+    ):
         runs = [
             run
             for run in ordered
             if run.task == task and study_of(run.label) in ("", study)
         ]
-        optimizers = {run.optimizer for run in runs if study_of(run.label) == study}
+        optimizers = {
+            run.optimizer for run in runs if study_of(run.label) == study
+        }
         methods: dict[str, list[Trajectory]] = {}
         for run in runs:
             if run.optimizer in optimizers:
@@ -185,7 +196,9 @@ def _task(name: str, study: str, methods: dict[str, list[Trajectory]]) -> Task:
             sign * s.best.mean if s.best else inf,
         )
 
-    standings = tuple(sorted((standing(runs) for runs in methods.values()), key=place))
+    standings = tuple(
+        sorted((standing(runs) for runs in methods.values()), key=place)
+    )
     runs = {s.name: tuple(methods[s.name]) for s in standings}
     remarks = (*_unfinished(runs), *_mixed(runs))
     return Task(
@@ -204,7 +217,10 @@ def _unfinished(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
     """Runs that have not come to their end, or came to a bad one."""
     said = []
     for name, runs in methods.items():
-        for state, words in (("running", "not finished"), ("diverged", "diverged")):
+        for state, words in (
+            ("running", "not finished"),
+            ("diverged", "diverged"),
+        ):
             these = [
                 f"seed {run.seed} at step {run.final.step:,}"
                 for run in runs
@@ -222,7 +238,9 @@ def _mixed(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
         "Machines differ, so times do not compare": lambda run: [
             p.get("machine") for p in provenances(run)
         ],
-        "Commits differ": lambda run: [p.get("commit") for p in provenances(run)],
+        "Commits differ": lambda run: [
+            p.get("commit") for p in provenances(run)
+        ],
         "Versions of torch differ": lambda run: [
             (p.get("versions") or {}).get("torch") for p in provenances(run)
         ],
@@ -230,7 +248,9 @@ def _mixed(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
         "Metrics differ": lambda run: [run.metric_name],
     }
     of_run |= {
-        f"The runs' setting {key} differs": lambda run, key=key: [run.run.get(key)]  # type: ignore[misc]
+        f"The runs' setting {key} differs": lambda run, key=key: [
+            run.run.get(key)
+        ]  # type: ignore[misc]
         for key in dict.fromkeys(
             key for runs in methods.values() for run in runs for key in run.run
         )
@@ -241,9 +261,9 @@ def _mixed(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
         for name, runs in methods.items():
             for run in runs:
                 for value in values(run):
-                    groups.setdefault("unknown" if value is None else str(value), {})[
-                        name
-                    ] = None
+                    groups.setdefault(
+                        "unknown" if value is None else str(value), {}
+                    )[name] = None
         if len(groups) > 1:
             said.append(
                 f"{words}: {'; '.join(f'{value} ({_few(names)})' for value, names in groups.items())}."
@@ -253,7 +273,9 @@ def _mixed(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
         differing = [
             key
             for key in keys
-            if any(run.recipe.get(key) != runs[0].recipe.get(key) for run in runs)
+            if any(
+                run.recipe.get(key) != runs[0].recipe.get(key) for run in runs
+            )
         ]
         if differing:
             said.append(

@@ -30,7 +30,7 @@ from seng.lab.theory.sketched import norm
 from seng.lab.theory.trained import Layer
 from seng.linalg.operators import Explicit, Operator
 from seng.linalg.sketch import Dense, Identity, Omega
-from seng.metrics.block import Block
+from seng.metrics.low_rank_state import LowRankState
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Draw:
     used: float | None
     ours: float | None
     damped: float | None
-    identities: (
-        float  # how far the proof's identity and ours are from equalities, relative
-    )
+    identities: float  # how far the proof's identity and ours are from equalities, relative
 
 
-def compared(layer: Layer, omega: Omega, dampings: Sequence[float]) -> list[Draw]:
+def compared(
+    layer: Layer, omega: Omega, dampings: Sequence[float]
+) -> list[Draw]:
     """b̂ and d̂ by the library, with Ω and without, and what the bounds say."""
     U, N, g, perpendicular = layer.U, layer.N, layer.g, layer.perpendicular
-    exact, sketched = (_block(U, o) for o in (Identity(), omega))
+    exact, sketched = (_state(U, o) for o in (Identity(), omega))
     X, squares = omega(N), layer.sigma.square()
     off = X.T @ X - torch.eye(layer.rank, dtype=X.dtype)  # NᵀSN − I
     eta, side = norm(off), X.T @ omega(perpendicular)  # NᵀSg⊥
@@ -63,11 +63,9 @@ def compared(layer: Layer, omega: Omega, dampings: Sequence[float]) -> list[Draw
     t = (epsilon**0.5 + eta) / (1 - eta) * float(g.norm()) if eta < 1 else None
     out = []
     for damping in dampings:
-        b, b_hat = (
-            block.factor(damping)[1] @ block.Xi.rmv(block.omega(g))
-            for block in (exact, sketched)
-        )
-        d, d_hat = (block.solve(g, damping) / damping for block in (exact, sketched))
+        solvers = exact.at(damping), sketched.at(damping)
+        b, b_hat = (s.coefficients(s.project(g))[0] for s in solvers)
+        d, d_hat = (s(g) / damping for s in solvers)
         r = g - U.mv(b)
         missed = X.T @ omega(r) - N.T @ r  # Nᵀ(S − I)r
         w = (
@@ -101,14 +99,9 @@ def compared(layer: Layer, omega: Omega, dampings: Sequence[float]) -> list[Draw
     return out
 
 
-def _block(U: Operator, omega: Omega) -> Block:
-    return Block(
-        U,
-        omega,
-        omega.of(U).gram(),
-        torch.ones((), dtype=torch.float64),
-        relative=False,
-    )
+def _state(U: Operator, omega: Omega) -> LowRankState:
+    one = torch.ones((), dtype=torch.float64)
+    return LowRankState(U, omega, omega.of(U).gram(), one, relative=False)
 
 
 def _square(x: Tensor) -> float:
@@ -129,9 +122,13 @@ def _identities(
     inside = V.T @ (
         (layer.N.T @ layer.g) / sigma / (sigma.square() + damping)
     )  # H⁻¹U⁺g (ϱ,)
-    theirs = V.T @ (sigma * side) + damping * (gram @ inside - U.rmv(U.mv(inside)))
+    theirs = V.T @ (sigma * side) + damping * (
+        gram @ inside - U.rmv(U.mv(inside))
+    )
     mine = V.T @ (sigma * missed)
-    return max(float((left - right).norm() / right.norm()) for right in (theirs, mine))
+    return max(
+        float((left - right).norm() / right.norm()) for right in (theirs, mine)
+    )
 
 
 def by_hand(damping: float, t: float) -> Draw:

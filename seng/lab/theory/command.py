@@ -92,17 +92,25 @@ def _known(path: Path) -> tuple[Claim, ...] | None:
     """The claims of a study that was finished at this commit."""
     try:
         held = json.loads(path.read_text())
-        same = held["provenance"]["commit"] == commit() and not commit().endswith(
-            ("dirty", "unknown")
+        same = held["provenance"][
+            "commit"
+        ] == commit() and not commit().endswith(("dirty", "unknown"))
+        return (
+            tuple(Claim(**claim) for claim in held["claims"]) if same else None
         )
-        return tuple(Claim(**claim) for claim in held["claims"]) if same else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _kept(one: Study, outcome: Outcome, seconds: float, command: str) -> dict[str, Any]:
+def _kept(
+    one: Study, outcome: Outcome, seconds: float, command: str
+) -> dict[str, Any]:
     return {
-        **{"study": one.name, "title": one.title, "seconds": round(seconds, 1)},
+        **{
+            "study": one.name,
+            "title": one.title,
+            "seconds": round(seconds, 1),
+        },
         "claims": [vars(claim) for claim in outcome.claims],
         "remarks": list(outcome.remarks),
         "numbers": outcome.numbers,
@@ -128,7 +136,9 @@ def _short(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _short(item) for key, item in value.items()}
     return (
-        [_short(item) for item in value] if isinstance(value, list | tuple) else value
+        [_short(item) for item in value]
+        if isinstance(value, list | tuple)
+        else value
     )
 
 
@@ -143,7 +153,9 @@ def _draw(one: Study, outcome: Outcome, path: Path) -> None:
 
 def table(one: Study, claims: Sequence[Claim]) -> Table:
     """What was claimed, and what was seen."""
-    out = Table(title=f"{one.name}: {one.title}", title_justify="left", show_lines=True)
+    out = Table(
+        title=f"{one.name}: {one.title}", title_justify="left", show_lines=True
+    )
     out.add_column("claim", ratio=5)
     out.add_column("measured", ratio=5)
     out.add_column("holds")
@@ -168,7 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ValueError(
                 f"--threads is a count of at least 1, not {options.threads}"
             )
-        chosen = [study(name) for name in dict.fromkeys(options.studies or STUDIES)]
+        chosen = [
+            study(name) for name in dict.fromkeys(options.studies or STUDIES)
+        ]
     except ValueError as wrong:
         sys.exit(f"seng theory: {wrong}")
     torch.set_num_threads(options.threads)

@@ -51,7 +51,9 @@ def claims_of(lines: Sequence[Line], quick: bool) -> tuple[Claim, ...]:
         max(line.byte_error for line in lines),
         max(line.count_error for line in lines),
     )
-    bytes_off = max(abs(line.of_bytes - line.bytes_predicted) for line in lines)
+    bytes_off = max(
+        abs(line.of_bytes - line.bytes_predicted) for line in lines
+    )
     counts_off = max(abs(line.of_count - line.predicted) for line in lines)
     sure = [
         Claim(
@@ -77,7 +79,8 @@ def claims_of(lines: Sequence[Line], quick: bool) -> tuple[Claim, ...]:
     for row in ROWS:
         own = [line for line in large if line.operation == row.name]
         seen = ", ".join(
-            f"{line.span}: {line.of_time:.2f} ({line.predicted:.2f})" for line in own
+            f"{line.span}: {line.of_time:.2f} ({line.predicted:.2f})"
+            for line in own
         )
         fine = bool(own) and all(line.verdict == "within" for line in own)
         timed.append(
@@ -131,7 +134,9 @@ def draw(lines: Sequence[Line], figure: Any) -> None:
             )
             fit = fitted(line.seconds) or list(range(len(x)))
             slopes = [(line.predicted, "-")]
-            if line.of_table is not None and other(line.of_table, line.predicted):
+            if line.of_table is not None and other(
+                line.of_table, line.predicted
+            ):
                 slopes.append((line.of_table, ":"))
             for slope, style in slopes:
                 centre = sum(
@@ -154,7 +159,9 @@ def draw(lines: Sequence[Line], figure: Any) -> None:
                     color=colour,
                     fillstyle="full" if t >= THRESHOLD else "none",
                 )
-            found = "too small" if line.of_time is None else f"{line.of_time:.2f}"
+            found = (
+                "too small" if line.of_time is None else f"{line.of_time:.2f}"
+            )
             ax.plot(
                 [],
                 [],
@@ -170,16 +177,23 @@ def draw(lines: Sequence[Line], figure: Any) -> None:
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         ax.yaxis.set_major_formatter(FormatStrFormatter("%g"))
         ax.minorticks_off()
-        table = f"\ntable: {row.paper[0].text}" if row.paper else "\nnot in the table"
+        table = (
+            f"\ntable: {row.paper[0].text}"
+            if row.paper
+            else "\nnot in the table"
+        )
         ax.set_title(f"{row.name}\n{row.ours[0].text}{table}", fontsize=5.8)
         ax.tick_params(labelsize=6)
-        ax.legend(frameon=False, fontsize=5.5, loc="upper left", handlelength=1.2)
+        ax.legend(
+            frameon=False, fontsize=5.5, loc="upper left", handlelength=1.2
+        )
         ax.spines[["top", "right"]].set_visible(False)
     for ax in axes:  # those that are left
         ax.axis("off")
     words = "variable / its smallest value; exponents of time (of our formula); dotted: the table's slope, where it is another"
     figure.supxlabel(
-        f"{words}; hollow: under {1e3 * THRESHOLD:g} ms, not fitted", fontsize=7
+        f"{words}; hollow: under {1e3 * THRESHOLD:g} ms, not fitted",
+        fontsize=7,
     )
     figure.supylabel("milliseconds, one thread", fontsize=7)
 
@@ -191,7 +205,9 @@ def run(say: Say, quick: bool) -> Outcome:
         for row in ROWS:
             for sweep in row.sweeps:
                 line = measure(row, sweep.smaller() if quick else sweep, quick)
-                time_of = "–" if line.of_time is None else f"{line.of_time:.2f}"
+                time_of = (
+                    "–" if line.of_time is None else f"{line.of_time:.2f}"
+                )
                 exponents = f"predicted {line.predicted:.2f}, counted {line.of_count:.2f}, time {time_of}"
                 say(
                     f"{line.operation}, {line.span}: {exponents}, {line.verdict} ({line.words})"

@@ -47,7 +47,9 @@ COLOURS = (
 RULES = {
     "growing": Rule("α constant, |S| ∝ k²", 0.0, 2.0, DAMPING, ALPHA, HALF, 8),
     "both": Rule("α ∝ 1/√k, |S| ∝ k", 0.5, 1.0, DAMPING, ALPHA, HALF, 8),
-    "constant": Rule("α and |S| = 8 constant", 0.0, 0.0, DAMPING, ALPHA, HALF, 8),
+    "constant": Rule(
+        "α and |S| = 8 constant", 0.0, 0.0, DAMPING, ALPHA, HALF, 8
+    ),
     "falling": Rule("α ∝ k^−0.6, |S| = 8", 0.6, 0.0, DAMPING, ALPHA, HALF, 8),
     "beyond": Rule(
         "as the first; λ = 0.1, q = n/8",
@@ -89,7 +91,8 @@ def seen(rule: Rule, path: Path) -> Seen:
     norms = torch.tensor(path.norms, dtype=torch.float64)
     half, tenth, top = len(norms) // 2, len(norms) // 10, max(path.tops)
     etas, epsilons = (
-        torch.tensor(x, dtype=torch.float64) for x in (path.etas, path.epsilons)
+        torch.tensor(x, dtype=torch.float64)
+        for x in (path.etas, path.epsilons)
     )
     errors = torch.where(etas < 1, (epsilons + etas) / (1 - etas), math.inf)
     return Seen(
@@ -113,7 +116,10 @@ def _slope(norms: torch.Tensor, start: int) -> float:
 
 def run(say: Say, quick: bool) -> Outcome:
     """Five runs from one start."""
-    given, size = problem(0), Size(400, 8, 0.3) if quick else Size(3000, 100, 0.15)
+    given, size = (
+        problem(0),
+        Size(400, 8, 0.3) if quick else Size(3000, 100, 0.15),
+    )
     steps = size.steps
     paths: dict[str, Path] = {}
     for name, rule in RULES.items():
@@ -123,7 +129,8 @@ def run(say: Say, quick: bool) -> Outcome:
         )
     found = {name: seen(RULES[name], path) for name, path in paths.items()}
     hessian = [
-        given.curvature(theta) for theta in (given.start, paths["growing"].end[0])
+        given.curvature(theta)
+        for theta in (given.start, paths["growing"].end[0])
     ]
     spectrum = [(float(values[0]), float(values[-1])) for values in hessian]
     claims = (
@@ -152,8 +159,14 @@ def run(say: Say, quick: bool) -> Outcome:
     )
 
 
-def _numbers(rule: Rule, path: Path, found: Seen, at: Sequence[int]) -> dict[str, Any]:
-    columns = {"norms": path.norms, "sums": path.sums, "descents": path.descents}
+def _numbers(
+    rule: Rule, path: Path, found: Seen, at: Sequence[int]
+) -> dict[str, Any]:
+    columns = {
+        "norms": path.norms,
+        "sums": path.sums,
+        "descents": path.descents,
+    }
     kept = asdict(found) | {
         "error": found.error if math.isfinite(found.error) else None
     }
@@ -199,7 +212,9 @@ def _obeying(found: Mapping[str, Seen], size: Size) -> list[Claim]:
         Claim(
             f"it falls as ‖∇Ψ‖² ∝ α_kσ_k², where noise and descent are in balance, or faster, within {LAG} of the slope",
             slopes,
-            all(s.slope <= RULES[name].slope + LAG for name, s in obey.items()),
+            all(
+                s.slope <= RULES[name].slope + LAG for name, s in obey.items()
+            ),
         ),
         Claim(
             f"Σα‖∇Ψ‖² stays bounded: the second half of the steps adds at most {TAIL:.0%}",
@@ -238,7 +253,8 @@ def _beyond(found: Mapping[str, Seen], size: Size) -> list[Claim]:
             "the rule is not necessary: a small batch and α ∝ k^−0.6, for which Σασ² = ∞, falls too",
             f"slope {falling.slope:.2f} where {RULES['falling'].slope:g} is balance; ends at {falling.last:.3g}, "
             f"constant α at {found['constant'].last:.3g}",
-            falling.slope <= -size.flat and falling.last < found["constant"].last,
+            falling.slope <= -size.flat
+            and falling.last < found["constant"].last,
         ),
         Claim(
             f"nor is the bound on α: λ = {LITTLE}, q = n/8 and an α that is {times:.0f} times as large converge alike",
@@ -264,16 +280,24 @@ def _remarks(found: Mapping[str, Seen]) -> tuple[str, ...]:
 def _draw(figure: Any, numbers: Mapping[str, Any]) -> None:
     left, middle, right = figure.subplots(1, 3)
     k = [1 + i for i in numbers["at"]]
-    for (name, r), colour in zip(numbers["runs"].items(), COLOURS, strict=True):
+    for (name, r), colour in zip(
+        numbers["runs"].items(), COLOURS, strict=True
+    ):
         rule = RULES[name]
-        left.loglog(k, r["norms"], color=colour, linewidth=1.2, label=rule.words)
+        left.loglog(
+            k, r["norms"], color=colour, linewidth=1.2, label=rule.words
+        )
         late = [i for i in numbers["at"] if i >= numbers["steps"] // 4]
         line = [
             ((1 + i / SLOW) / (1 + late[-1] / SLOW)) ** rule.slope * r["last"]
             for i in late
         ]
         left.loglog(
-            [1 + i for i in late], line, color="black", linewidth=0.8, linestyle=":"
+            [1 + i for i in late],
+            line,
+            color="black",
+            linewidth=0.8,
+            linestyle=":",
         )
         if name != "beyond":  # its α is of other units
             middle.semilogx(k, r["sums"], color=colour)
@@ -286,9 +310,14 @@ def _draw(figure: Any, numbers: Mapping[str, Any]) -> None:
         )
     right.axhline(1, color="black", linewidth=0.8, linestyle="--")
     right.axhline(1 / 8, color="black", linewidth=0.8, linestyle=":")
-    left.set(xlabel="step k", ylabel="‖∇Ψ‖", title="dotted: α_kσ_k² in balance")
+    left.set(
+        xlabel="step k", ylabel="‖∇Ψ‖", title="dotted: α_kσ_k² in balance"
+    )
     middle.set(
-        xlabel="step k", ylabel="Σα‖∇Ψ‖²", title="bounded, or not", ylim=(0, None)
+        xlabel="step k",
+        ylabel="Σα‖∇Ψ‖²",
+        title="bounded, or not",
+        ylim=(0, None),
     )
     right.set(
         xlabel="step k",

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from seng.lab.theory.sketched import BOTH, KINDS, OBLIVIOUS, drawn, errors, expected
+from seng.lab.theory.sketched import (
+    BOTH,
+    KINDS,
+    OBLIVIOUS,
+    drawn,
+    errors,
+    expected,
+)
 from seng.lab.theory.study import Claim, Outcome, Say, Study
 from seng.lab.theory.trained import Layer, layers
 from seng.linalg.sketch import Rows, RowSample
@@ -33,7 +40,9 @@ LOOKS = {  # colours of Okabe and Ito's palette
 }
 
 
-def measured(kind: str, layer: Layer, q: int, draws: int, seed: int) -> dict[str, Any]:
+def measured(
+    kind: str, layer: Layer, q: int, draws: int, seed: int
+) -> dict[str, Any]:
     """Medians, high quantiles and means over the draws, as plain numbers."""
     generator = torch.Generator().manual_seed(seed)
     found = [
@@ -70,7 +79,9 @@ def crossing(points: list[dict[str, Any]]) -> float | None:
 
 
 def exponent(
-    points: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], least: float
+    points: list[dict[str, Any]],
+    value: Callable[[dict[str, Any]], float],
+    least: float,
 ) -> float:
     """Of the power law through the points with q ≥ least."""
     used = [point for point in points if point["q"] >= least]
@@ -89,10 +100,14 @@ def pooled(layer: dict[str, Any], kind: str, key: str) -> tuple[float, float]:
     """A mean over what it should be, and its standard error: of all draws with q ≥ ρ together, since a single q has few."""
     points = [p for p in layer["sketches"][kind] if p["q"] >= layer["rank"]]
     weights = [
-        p["draws"] / (p["expected"] if key == "epsilon" else 1.0) for p in points
+        p["draws"] / (p["expected"] if key == "epsilon" else 1.0)
+        for p in points
     ]
     draws = sum(p["draws"] for p in points)
-    mean = sum(w * p[key][0] for w, p in zip(weights, points, strict=True)) / draws
+    mean = (
+        sum(w * p[key][0] for w, p in zip(weights, points, strict=True))
+        / draws
+    )
     return mean, sum(
         (w * p[key][1]) ** 2 for w, p in zip(weights, points, strict=True)
     ) ** 0.5 / draws
@@ -107,11 +122,17 @@ def printed(layer: Layer, q: int, draws: int) -> list[float]:
         assert isinstance(omega, RowSample)
         found.append(
             errors(
-                layer, layer.g, replace(omega, scale=torch.full_like(omega.scale, n))
+                layer,
+                layer.g,
+                replace(omega, scale=torch.full_like(omega.scale, n)),
             ).energy
         )
     energies = torch.tensor(found, dtype=torch.float64)
-    return [float(energies.mean()), float(energies.std() / draws**0.5), float(q * n)]
+    return [
+        float(energies.mean()),
+        float(energies.std() / draws**0.5),
+        float(q * n),
+    ]
 
 
 def run(say: Say, quick: bool) -> Outcome:
@@ -122,7 +143,9 @@ def run(say: Say, quick: bool) -> Outcome:
     numbers: dict[str, Any] = {"samples": samples, "layers": {}, "printed": {}}
     for at, layer in enumerate(layers(samples, 20 if quick else 40)):
         sizes = [
-            samples // 2 * 2**i for i in range(20) if samples // 2 * 2**i <= largest
+            samples // 2 * 2**i
+            for i in range(20)
+            if samples // 2 * 2**i <= largest
         ]
         found: dict[str, list[dict[str, Any]]] = {}
         for number, kind in enumerate(KINDS):
@@ -132,7 +155,9 @@ def run(say: Say, quick: bool) -> Outcome:
                 min(draws, max(4, dense // q)) if kind == "Gaussian" else draws
                 for q in sizes
             ]
-            seeds = [10_000 * at + 1_000 * number + i for i in range(len(sizes))]
+            seeds = [
+                10_000 * at + 1_000 * number + i for i in range(len(sizes))
+            ]
             found[kind] = [
                 measured(kind, layer, q, t, seed)
                 for q, t, seed in zip(sizes, times, seeds, strict=True)
@@ -147,9 +172,13 @@ def run(say: Say, quick: bool) -> Outcome:
                 "rank": layer.rank,
                 "condition": float(layer.sigma[0] / layer.sigma[-1]),
             },
-            "coherence": {kind: layer.coherence(p) for kind, p in shares.items()}
+            "coherence": {
+                kind: layer.coherence(p) for kind, p in shares.items()
+            }
             | {"rows by leverage": 1.0},
-            "crossing": {kind: crossing(points) for kind, points in found.items()},
+            "crossing": {
+                kind: crossing(points) for kind, points in found.items()
+            },
             "sketches": found,
         }
         numbers["printed"][layer.name] = printed(layer, sizes[-2], draws)
@@ -187,12 +216,16 @@ def _falls(numbers: dict[str, Any], tolerance: float) -> Claim:
         for kind in OBLIVIOUS
     }
     holds = all(
-        abs(value + 0.5) <= tolerance for pair in fits.values() for value in pair
+        abs(value + 0.5) <= tolerance
+        for pair in fits.values()
+        for value in pair
     )
     words = f"A.1, A.2: from q = {FIT}ρ on, η and √ε of oblivious sketches fall like q^(−1/2); exponents within {tolerance}"
     return Claim(
         words,
-        "; ".join(f"{where}: η {a:.2f}, √ε {b:.2f}" for where, (a, b) in fits.items()),
+        "; ".join(
+            f"{where}: η {a:.2f}, √ε {b:.2f}" for where, (a, b) in fits.items()
+        ),
         holds,
     )
 
@@ -204,7 +237,9 @@ def _mean(numbers: dict[str, Any]) -> Claim:
         for name, layer in numbers["layers"].items()
         for kind in kinds
     }
-    holds = all(abs(mean - 1) <= ERRORS * error for mean, error in found.values())
+    holds = all(
+        abs(mean - 1) <= ERRORS * error for mean, error in found.values()
+    )
     words = f"A.2: the mean of ε over its closed form, all draws with q ≥ ρ together, is 1 within {ERRORS} standard errors"
     return Claim(
         words,
@@ -246,7 +281,9 @@ def _enough(numbers: dict[str, Any], tolerance: float) -> Claim:
 def _order(numbers: dict[str, Any]) -> Claim:
     parts, holds = [], True
     for name, layer in numbers["layers"].items():
-        kinds = sorted(layer["coherence"], key=lambda kind: layer["coherence"][kind])
+        kinds = sorted(
+            layer["coherence"], key=lambda kind: layer["coherence"][kind]
+        )
         etas = {kind: layer["sketches"][kind][-1]["eta"][0] for kind in kinds}
         holds = (
             holds
@@ -257,7 +294,9 @@ def _order(numbers: dict[str, Any]) -> Claim:
             f"{kind} {layer['coherence'][kind]:.3g} and η {eta:.2f}"
             for kind, eta in etas.items()
         )
-        parts.append(f"{name}, q = {layer['sketches']['Rows'][-1]['q']:.0f}: {listed}")
+        parts.append(
+            f"{name}, q = {layer['sketches']['Rows'][-1]['q']:.0f}: {listed}"
+        )
     words = "A.1: among samplings of rows, η grows with the coherence max ℓ_i/(ρ p_i), and the paper's row norms have the largest"
     return Claim(words, "; ".join(parts), holds)
 
@@ -265,14 +304,17 @@ def _order(numbers: dict[str, Any]) -> Claim:
 def _undone(numbers: dict[str, Any]) -> Claim:
     parts, holds = [], True
     for name, layer in numbers["layers"].items():
-        rows, norms = (layer["sketches"][kind][-1] for kind in ("Rows", "LeverageRows"))
+        rows, norms = (
+            layer["sketches"][kind][-1] for kind in ("Rows", "LeverageRows")
+        )
         holds = (
             holds
             and norms["gram"] < rows["gram"]
             and norms["damped"] < 1.25 * rows["damped"]
         )
         each = (
-            f"{key} {rows[key]:.3f} and {norms[key]:.3f}" for key in ("gram", "damped")
+            f"{key} {rows[key]:.3f} and {norms[key]:.3f}"
+            for key in ("gram", "damped")
         )
         parts.append(f"{name}: uniform and row norms: {', '.join(each)}")
     words = "Yet row norms keep UᵀU better than uniform rows, and about as well (within 1.25) what a solve with λ = 0.01 σ₁² needs"
@@ -286,7 +328,8 @@ def _scale(numbers: dict[str, Any]) -> tuple[Claim, Claim]:
         for kind in KINDS
     }
     off = {
-        where: abs(mean - 1) / (error + 1e-9) for where, (mean, error) in means.items()
+        where: abs(mean - 1) / (error + 1e-9)
+        for where, (mean, error) in means.items()
     }  # of row norms there is no error
     worst = max(off, key=lambda where: off[where])
     ours = Claim(
@@ -325,7 +368,9 @@ def _remarks(numbers: dict[str, Any]) -> tuple[str, ...]:
 
 def _draw(figure: Any, numbers: dict[str, Any]) -> None:
     axes = figure.subplots(2, 2, sharex=True)
-    for row, (name, layer) in zip(axes, numbers["layers"].items(), strict=True):
+    for row, (name, layer) in zip(
+        axes, numbers["layers"].items(), strict=True
+    ):
         rank = layer["rank"]
         for kind, (colour, marker) in LOOKS.items():
             points = layer["sketches"][kind]
@@ -341,7 +386,9 @@ def _draw(figure: Any, numbers: dict[str, Any]) -> None:
                     label=kind,
                     linewidth=1.2,
                 )
-                ax.fill_between(q, middle, high, color=colour, alpha=0.12, linewidth=0)
+                ax.fill_between(
+                    q, middle, high, color=colour, alpha=0.12, linewidth=0
+                )
         first, last = (layer["sketches"]["Gaussian"][i]["q"] for i in (0, -1))
         line = [first * (last / first) ** (i / 50) for i in range(51)]
         theory = (
@@ -351,7 +398,9 @@ def _draw(figure: Any, numbers: dict[str, Any]) -> None:
         for ax, y, words in zip(
             row, theory, ("(1 + √(ρ/q))² − 1", "√(ρ/q)"), strict=True
         ):
-            ax.plot(line, y, ":", color="0.45", linewidth=2, label=words, zorder=0)
+            ax.plot(
+                line, y, ":", color="0.45", linewidth=2, label=words, zorder=0
+            )
             ax.set(xscale="log", yscale="log")
             ax.grid(alpha=0.25)
             ax.spines[["top", "right"]].set_visible(False)

@@ -21,7 +21,9 @@ GRID = 101  # points of each axis on which errors are taken
 class Network(nn.Module):
     """A tanh network u(x) of several variables that takes its derivatives along, which is the fastest way to them."""
 
-    def __init__(self, widths: tuple[int, ...], generator: torch.Generator) -> None:
+    def __init__(
+        self, widths: tuple[int, ...], generator: torch.Generator
+    ) -> None:
         super().__init__()
         layers = (
             nn.utils.skip_init(nn.Linear, i, o, dtype=torch.float64)
@@ -63,7 +65,11 @@ class Network(nn.Module):
                     Dz
                     - 2
                     * t
-                    * sum(c_i * d * d for c_i, d in zip(c, dz, strict=True) if c_i)
+                    * sum(
+                        c_i * d * d
+                        for c_i, d in zip(c, dz, strict=True)
+                        if c_i
+                    )
                 )
                 @ layer.weight.T
             )
@@ -116,7 +122,9 @@ class Problem:
         )
         x = self.placed(x / self.cells)
         turns = torch.arange(self.edge)[:, None] // len(self.sides)
-        y = turns + torch.rand(self.edge, 2, generator=generator, dtype=torch.float64)
+        y = turns + torch.rand(
+            self.edge, 2, generator=generator, dtype=torch.float64
+        )
         y = y * len(self.sides) / self.edge
         for i, (coordinate, end) in enumerate(self.sides):
             y[i :: len(self.sides), coordinate] = end
@@ -137,14 +145,20 @@ class Start:
         self.truth = problem.exact(self.grid)
 
     def residuals(self, factor: float, fresh: bool) -> Tensor:
-        inside, edge = self.problem.points(self.generator) if fresh else self.batches
+        inside, edge = (
+            self.problem.points(self.generator) if fresh else self.batches
+        )
         boundary = math.sqrt(factor) * self.problem.boundary(self.model, *edge)
-        return torch.cat([self.problem.equation(self.model, *inside), boundary])
+        return torch.cat(
+            [self.problem.equation(self.model, *inside), boundary]
+        )
 
     @torch.no_grad()
     def error(self) -> float:
         """‖u − u*‖/‖u*‖ on the grid."""
-        return float((self.model(self.grid) - self.truth).norm() / self.truth.norm())
+        return float(
+            (self.model(self.grid) - self.truth).norm() / self.truth.norm()
+        )
 
 
 def _laplace(model: Network, x: Tensor) -> Tensor:

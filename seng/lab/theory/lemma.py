@@ -44,7 +44,9 @@ def run(say: Say, quick: bool) -> Outcome:
                     100_000 * at + 10_000 * number + q
                 )
                 for i in range(
-                    min(draws, max(2, dense // q)) if kind == "Gaussian" else draws
+                    min(draws, max(2, dense // q))
+                    if kind == "Gaussian"
+                    else draws
                 ):
                     omega = drawn(kind, layer, q, generator)
                     for draw in compared(layer, omega, dampings):
@@ -63,11 +65,13 @@ def run(say: Say, quick: bool) -> Outcome:
                             }
                         )
     outside = {
-        layer.name: float(layer.perpendicular.norm() / layer.g.norm()) for layer in both
+        layer.name: float(layer.perpendicular.norm() / layer.g.norm())
+        for layer in both
     }
     own = {
         layer.name: float(
-            (layer.own - layer.N @ (layer.N.T @ layer.own)).norm() / layer.own.norm()
+            (layer.own - layer.N @ (layer.N.T @ layer.own)).norm()
+            / layer.own.norm()
         )
         for layer in both
     }
@@ -86,7 +90,10 @@ def run(say: Say, quick: bool) -> Outcome:
         _same_batch(numbers),
     )
     return Outcome(
-        claims, numbers, lambda figure: _draw(figure, numbers["cases"]), _remarks(rows)
+        claims,
+        numbers,
+        lambda figure: _draw(figure, numbers["cases"]),
+        _remarks(rows),
     )
 
 
@@ -112,11 +119,16 @@ def _cases(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             for bound in ("stated", "proven")
         }
         sizes = {
-            bound: [row[bound] / row["size"] for row in group if row[bound] is not None]
+            bound: [
+                row[bound] / row["size"]
+                for row in group
+                if row[bound] is not None
+            ]
             for bound in SHOWN
         }
         medians = {
-            bound: median(found) if found else None for bound, found in sizes.items()
+            bound: median(found) if found else None
+            for bound, found in sizes.items()
         }
         out.append(
             {
@@ -130,7 +142,9 @@ def _cases(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def _ratios(rows: Sequence[dict[str, Any]], error: str, bound: str) -> list[float]:
+def _ratios(
+    rows: Sequence[dict[str, Any]], error: str, bound: str
+) -> list[float]:
     return [row[error] / row[bound] for row in rows if row[bound] is not None]
 
 
@@ -206,7 +220,9 @@ def _directions(rows: Sequence[dict[str, Any]]) -> tuple[Claim, Claim, Claim]:
         Claim(words["used"], _listed(used, rows), holds[0]),
         Claim(words["ours"], _listed(ours, rows), holds[1] and below),
         Claim(
-            words["damped"], _listed(damped, rows), holds[2] and len(damped) > len(ours)
+            words["damped"],
+            _listed(damped, rows),
+            holds[2] and len(damped) > len(ours),
         ),
     )
 
@@ -252,9 +268,12 @@ def _draw(figure: Any, cases: Sequence[dict[str, Any]]) -> None:
     }
     for bound, (label, colour, shift) in looks.items():
         x, y = zip(
-            *((case["damping"] * shift, case[bound]) for case in spoken), strict=True
+            *((case["damping"] * shift, case[bound]) for case in spoken),
+            strict=True,
         )
-        left.plot(x, y, ".", color=colour, alpha=0.5, markersize=5, label=label)
+        left.plot(
+            x, y, ".", color=colour, alpha=0.5, markersize=5, label=label
+        )
     left.axhline(1, color="0.3", linewidth=0.8)
     left.set(
         xlabel="λ = h₁",
@@ -265,7 +284,8 @@ def _draw(figure: Any, cases: Sequence[dict[str, Any]]) -> None:
         1e-5, 1e3
     )  # below lie draws with η just under 1, where every bound is huge
     damping = min(
-        {case["damping"] for case in cases}, key=lambda damping: abs(damping - 0.1)
+        {case["damping"] for case in cases},
+        key=lambda damping: abs(damping - 0.1),
     )
     for bound, (label, colour) in SHOWN.items():
         for layer, style in (("convolution", "o-"), ("linear", "s--")):

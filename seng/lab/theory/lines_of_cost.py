@@ -49,7 +49,9 @@ class Line:
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:
     """The slope of log y over log x."""
-    slope = linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
+    slope = linear_regression(
+        [math.log(v) for v in x], [math.log(v) for v in y]
+    ).slope
     return round(slope, 12) + 0.0  # no −0
 
 
@@ -125,7 +127,10 @@ def measure(row: Row, sweep: Sweep, quick: bool) -> Line:
         tuple(seconds),
         tuple(counted),
         tuple(held),
-        max(abs(count / cost - 1) for count, cost in zip(counted, costs, strict=True)),
+        max(
+            abs(count / cost - 1)
+            for count, cost in zip(counted, costs, strict=True)
+        ),
         int(max(abs(a - b) for a, b in zip(held, stored, strict=True))),
         predicted,
         table[0],

@@ -34,7 +34,12 @@ ALPHAS = (0.1, 0.25, 0.5)
 ALPHA = 0.25  # where one has to do
 TOLERANCE = 0.1  # of the speed (1 − ρ_k)/α, at every step
 NEAR = 0.05  # of a sketched run's mean speed, against the theory's
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of Okabe and Ito's palette
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+)  # of Okabe and Ito's palette
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,9 @@ def run(say: Say, quick: bool) -> Outcome:
         else Size(_widths(13), ALPHAS, 5, 2048, 3, 0.01)
     )
     widest = [network(size.widths[-1], seed) for seed in range(size.seeds)]
-    exact = {alpha: [descend(net, alpha) for net in widest] for alpha in ALPHAS}
+    exact = {
+        alpha: [descend(net, alpha) for net in widest] for alpha in ALPHAS
+    }
     say(
         f"width {size.widths[-1]}: worst |(1 − ρ)/α − 1| is {max(t.worst for ts in exact.values() for t in ts):.3f}"
     )
@@ -97,7 +104,10 @@ def run(say: Say, quick: bool) -> Outcome:
         _plain_claim(plain, exact[ALPHAS[-1]]),
     )
     return Outcome(
-        claims, numbers, lambda figure: _draw(figure, numbers), _remarks(numbers)
+        claims,
+        numbers,
+        lambda figure: _draw(figure, numbers),
+        _remarks(numbers),
     )
 
 
@@ -121,10 +131,14 @@ class Sketched:
     theory: list[float]  # that of a Gaussian Ω, times the exact one
 
 
-def _sketched(say: Say, kind: type[Rows] | type[CountSketch], size: Size) -> Sketched:
+def _sketched(
+    say: Say, kind: type[Rows] | type[CountSketch], size: Size
+) -> Sketched:
     net, alpha = network(size.sketched, 0), ALPHA
     q = [
-        2**i * SAMPLES for i in range(1, 20) if 2**i * SAMPLES < size.sketched * INPUTS
+        2**i * SAMPLES
+        for i in range(1, 20)
+        if 2**i * SAMPLES < size.sketched * INPUTS
     ]
     exact = descend(net, alpha).speed
     out = Sketched(
@@ -138,10 +152,12 @@ def _sketched(say: Say, kind: type[Rows] | type[CountSketch], size: Size) -> Ske
     )
     for rows in q:
         traces = [
-            descend(net, alpha, kind(rows), seed=draw) for draw in range(size.draws)
+            descend(net, alpha, kind(rows), seed=draw)
+            for draw in range(size.draws)
         ]
         steps = torch.tensor(
-            [speed for trace in traces for speed in trace.speeds], dtype=torch.float64
+            [speed for trace in traces for speed in trace.speeds],
+            dtype=torch.float64,
         )
         out.speed.append(sum(trace.speed for trace in traces) / size.draws)
         out.spread.append(float((steps - exact).square().mean().sqrt()))
@@ -157,7 +173,8 @@ def _exact_claims(exact: Mapping[float, Sequence[Trace]]) -> list[Claim]:
     fits = [straightness(trace) for trace in every]
     runs = f"{len(every)} runs, α = {', '.join(map(str, exact))}"
     worst = {
-        alpha: max(trace.worst for trace in traces) for alpha, traces in exact.items()
+        alpha: max(trace.worst for trace in traces)
+        for alpha, traces in exact.items()
     }
     bound = [  # ‖f_k − y‖²/((1 − α)ᵏ‖f_0 − y‖²) for k ≥ 1: Theorem 2 has it at most 1
         (r / trace.residuals[0]) ** 2 / (1 - trace.alpha) ** k
@@ -169,7 +186,9 @@ def _exact_claims(exact: Mapping[float, Sequence[Trace]]) -> list[Claim]:
         Claim(
             "Theorem 2: with U = Jᵀ and vanishing damping log‖f − y‖ is linear in k: R² ≥ 0.99 over at least 6 decades",
             f"R² ≥ {min(fits):.6f} over {DECADES:g} decades; {sum(t.converged for t in every)} of {runs} reach the end",
-            min(fits) >= 0.99 and DECADES >= 6 and all(t.converged for t in every),
+            min(fits) >= 0.99
+            and DECADES >= 6
+            and all(t.converged for t in every),
         ),
         Claim(
             f"each step contracts f − y by 1 − α: |(1 − ρ_k)/α − 1| ≤ {TOLERANCE} at every step, for each α ≤ 0.5",
@@ -198,7 +217,9 @@ def smallest_width(by_width: Mapping[int, Sequence[Trace]]) -> int | None:
 def _width_claim(by_width: Mapping[int, Sequence[Trace]]) -> Claim:
     smallest, widest = smallest_width(by_width), max(by_width)
     fails = [
-        m for m, traces in by_width.items() if not all(t.converged for t in traces)
+        m
+        for m, traces in by_width.items()
+        if not all(t.converged for t in traces)
     ]
     reach = (
         f"some runs do not converge at widths {fails}"
@@ -244,7 +265,10 @@ def _sketch_claims(sketches: Sequence[Sketched], close: float) -> list[Claim]:
 
 def _plain_claim(plain: Sequence[Trace], exact: Sequence[Trace]) -> Claim:
     kappas = [t.eigenvalues[-1] / t.eigenvalues[0] for t in plain]
-    ratios = [t.tail * (kappa + 1) / 2 for t, kappa in zip(plain, kappas, strict=True)]
+    ratios = [
+        t.tail * (kappa + 1) / 2
+        for t, kappa in zip(plain, kappas, strict=True)
+    ]
     steps = f"{len(plain[0].speeds)} steps where the exact direction takes {len(exact[0].speeds)}"
     return Claim(
         "gradient descent with its best step pays the condition number κ of JJᵀ: 1 − ρ = 2/(κ + 1), within 0.15 of it",
@@ -263,7 +287,9 @@ def _numbers(
 ) -> dict[str, Any]:
     return {
         "size": asdict(size),
-        "exact": {str(alpha): traces[0].residuals for alpha, traces in exact.items()},
+        "exact": {
+            str(alpha): traces[0].residuals for alpha, traces in exact.items()
+        },
         "plain": {"alpha": plain[0].alpha, "residuals": plain[0].residuals},
         "eigenvalues": plain[0].eigenvalues,
         "widths": {
@@ -271,7 +297,9 @@ def _numbers(
                 "alpha": [t.alpha for t in traces],
                 "worst": [t.worst for t in traces],
                 "converged": [t.converged for t in traces],
-                "drift": [t.drift if math.isfinite(t.drift) else None for t in traces],
+                "drift": [
+                    t.drift if math.isfinite(t.drift) else None for t in traces
+                ],
             }
             for m, traces in by_width.items()
         },
@@ -294,7 +322,9 @@ def _remarks(numbers: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _draw(figure: Any, numbers: Mapping[str, Any]) -> None:
     left, middle, right = figure.subplots(1, 3)
-    for (alpha, r), colour in zip(numbers["exact"].items(), COLOURS, strict=False):
+    for (alpha, r), colour in zip(
+        numbers["exact"].items(), COLOURS, strict=False
+    ):
         left.semilogy(
             [v / r[0] for v in r],
             "o",
@@ -308,12 +338,18 @@ def _draw(figure: Any, numbers: Mapping[str, Any]) -> None:
             linewidth=0.8,
         )
     r = numbers["plain"]["residuals"]
-    left.semilogy([v / r[0] for v in r], color=COLOURS[3], label="gradient descent")
-    left.set(xlabel="step k", ylabel="‖f − y‖, relative", title="lines: (1 − α)ᵏ")
+    left.semilogy(
+        [v / r[0] for v in r], color=COLOURS[3], label="gradient descent"
+    )
+    left.set(
+        xlabel="step k", ylabel="‖f − y‖, relative", title="lines: (1 − α)ᵏ"
+    )
     colour_of = dict(zip(ALPHAS, COLOURS, strict=False))
     for m, found in numbers["widths"].items():
         for alpha, worst in zip(found["alpha"], found["worst"], strict=True):
-            middle.loglog([int(m)], [worst], "o", markersize=3, color=colour_of[alpha])
+            middle.loglog(
+                [int(m)], [worst], "o", markersize=3, color=colour_of[alpha]
+            )
     middle.axhline(TOLERANCE, color="0.4", linewidth=0.8, linestyle="--")
     middle.set(
         xlabel="width m",
@@ -322,12 +358,22 @@ def _draw(figure: Any, numbers: Mapping[str, Any]) -> None:
     )
     for s, colour in zip(numbers["sketches"], COLOURS, strict=False):
         right.semilogx(
-            s["q"], s["speed"], "o", markersize=4, color=colour, label=s["name"]
+            s["q"],
+            s["speed"],
+            "o",
+            markersize=4,
+            color=colour,
+            label=s["name"],
         )
     s = numbers["sketches"][0]
-    fine = [round(s["q"][0] * (s["q"][-1] / s["q"][0]) ** (i / 99)) for i in range(100)]
+    fine = [
+        round(s["q"][0] * (s["q"][-1] / s["q"][0]) ** (i / 99))
+        for i in range(100)
+    ]
     curve = [s["exact"] * sketched_speed(q, ALPHA) for q in fine]
-    right.semilogx(fine, curve, color="0.4", linewidth=0.9, label="Gaussian Ω, theory")
+    right.semilogx(
+        fine, curve, color="0.4", linewidth=0.9, label="Gaussian Ω, theory"
+    )
     right.axhline(
         s["exact"], color="black", linewidth=0.8, linestyle="--", label="Ω = I"
     )

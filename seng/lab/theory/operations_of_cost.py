@@ -19,7 +19,8 @@ from seng.linalg.implicit import Implicit, Independent
 from seng.linalg.numerics import inverse, reduced
 from seng.linalg.operators import Explicit, Merged, Operator
 from seng.linalg.sketch import Identity, KroneckerRows, Omega, Rows
-from seng.metrics.block import Block
+from seng.metrics.low_rank_state import LowRankState
+from seng.metrics.woodbury import LowRankSolver, factorized
 
 Sizes = dict[str, int]  # by the paper's symbol
 Ready = tuple[
@@ -107,34 +108,38 @@ def sketched_transposed(s: Sizes) -> Ready:
     return lambda: Xi.rmv(omega(z)), Xi.bytes
 
 
-def _block(U: Operator, omega: Omega) -> tuple[Block, int]:
-    """A block, and the bytes of U, of ΩU, of the Gram matrix and of (λI + K)⁻¹."""
+def _state(U: Operator, omega: Omega) -> tuple[LowRankState, int]:
+    """A state, and the bytes of U, of ΩU, of the Gram matrix and of (λI + K)⁻¹."""
     K = torch.eye(U.samples, dtype=DTYPE)
-    out = Block(U, omega, K, K[0, 0], relative=False)
+    out = LowRankState(U, omega, K, K[0, 0], relative=False)
     Xi = [] if isinstance(omega, Identity) else out.Xi.tensors()
-    return out, _bytes(*U.tensors(), *Xi, K, out.factor(DAMPING)[1])
+    return out, _bytes(*U.tensors(), *Xi, K, out.at(DAMPING).inverse)
 
 
-def _factorized(block: Block) -> tuple[Tensor, Tensor]:
-    """λ and (λI + K)⁻¹, with K made anew."""
-    block.gram, block.core = block.Xi.gram(), None
-    return block.factor(DAMPING)
+def _factorized(state: LowRankState) -> LowRankSolver:
+    """The solver, with K and (λI + K)⁻¹ made anew."""
+    (core,) = factorized(
+        [state.Xi.gram()], [state.top], [DAMPING], relative=False
+    )
+    return state.solver(*core)
 
 
 def low_rank(s: Sizes) -> Ready:
     """λd = g − Ub (eqs. 8 and 9)."""
-    (block, held), g = _block(explicit(s), Identity()), numbers(s["n"])
-    return lambda: block.direction(g, *_factorized(block)), held
+    (state, held), g = _state(explicit(s), Identity()), numbers(s["n"])
+    return lambda: _factorized(state)(g), held
 
 
 def least_squares(s: Sizes, sketched: bool = False) -> Ready:
     """b (eq. 9), or b̂ from ΩU and Ωg (eq. 12)."""
     U, g = explicit(s), numbers(s["n"])
-    block, held = _block(U, Rows(s["q"]).draw(U, _seeded()) if sketched else Identity())
+    state, held = _state(
+        U, Rows(s["q"]).draw(U, _seeded()) if sketched else Identity()
+    )
 
     def solve() -> Tensor:
-        _, core = _factorized(block)
-        return core @ block.Xi.rmv(block.omega(g)).to(core.dtype)
+        solver = _factorized(state)
+        return solver.coefficients(solver.project(g))[0]
 
     return solve, held
 
@@ -154,7 +159,9 @@ def formed(s: Sizes) -> Ready:
 def reduction(s: Sizes) -> Ready:
     """Factors of rank r by a randomized partial SVD (eq. 15); held is what comes out."""
     U, generator = _positions(s), _seeded()
-    return lambda: reduced(U, s["r"], generator), reduced(U, s["r"], generator).bytes
+    return lambda: reduced(U, s["r"], generator), reduced(
+        U, s["r"], generator
+    ).bytes
 
 
 def chosen(s: Sizes) -> Ready:
@@ -200,7 +207,11 @@ def times(
                 start = time.thread_time()
                 operation()
                 taken = time.thread_time() - start
-                least[i], calls, spent = min(least[i], taken), calls + 1, spent + taken
+                least[i], calls, spent = (
+                    min(least[i], taken),
+                    calls + 1,
+                    spent + taken,
+                )
     return least
 
 

@@ -49,7 +49,9 @@ class Bounds:
     """What is claimed."""
 
     error: float  # at most
-    ratios: dict[str, float]  # a rival's error over that of least squares, at least
+    ratios: dict[
+        str, float
+    ]  # a rival's error over that of least squares, at least
 
 
 FULL = Bounds(1e-5, {"Adam": 30.0, "L-BFGS": 5.0})
@@ -101,14 +103,22 @@ def compared(
         best, first, tries = tuned(
             method,
             lambda rivals: work(
-                [Job(problem, seeds[0], r, ours[0].seconds[-1]) for r in rivals]
+                [
+                    Job(problem, seeds[0], r, ours[0].seconds[-1])
+                    for r in rivals
+                ]
             ),
         )
         say(f"{problem.name}: {method}, {best.words()}")
         others = zip(seeds[1:], ours[1:], strict=True)
         curves[method] = [
             first,
-            *work([Job(problem, seed, best, own.seconds[-1]) for seed, own in others]),
+            *work(
+                [
+                    Job(problem, seed, best, own.seconds[-1])
+                    for seed, own in others
+                ]
+            ),
         ]
         tuning[method] = {"chosen": best.words(), "tries": tries}
     parameters = sum(p.numel() for p in Start(problem, 0).model.parameters())
@@ -127,7 +137,9 @@ def compared(
     }
 
 
-def judged(problem: Problem, found: dict[str, Any], bounds: Bounds) -> list[Claim]:
+def judged(
+    problem: Problem, found: dict[str, Any], bounds: Bounds
+) -> list[Claim]:
     """The claims on one problem, for all seeds at once."""
     ours = [Curve(**curve) for curve in found["curves"]["LeastSquares"]]
     errors = [curve.errors[-1] for curve in ours]
@@ -142,13 +154,18 @@ def judged(problem: Problem, found: dict[str, Any], bounds: Bounds) -> list[Clai
     ]
     for method, least in bounds.ratios.items():
         theirs = [Curve(**curve).lowest for curve in found["curves"][method]]
-        ratios = [their / our for their, our in zip(theirs, errors, strict=True)]
+        ratios = [
+            their / our for their, our in zip(theirs, errors, strict=True)
+        ]
         passed = [
-            curve.passed(error) for curve, error in zip(ours, theirs, strict=True)
+            curve.passed(error)
+            for curve, error in zip(ours, theirs, strict=True)
         ]
         words = f"{problem.name}: in the same seconds its error is at least {least:g} times below that of tuned {method}"
         measured = f"{_list(theirs)}, {_list(ratios, '.0f')} times above; least squares was there after {_list(passed, '.1f')} s"
-        claims.append(Claim(words, measured, all(ratio >= least for ratio in ratios)))
+        claims.append(
+            Claim(words, measured, all(ratio >= least for ratio in ratios))
+        )
     return claims
 
 
@@ -196,11 +213,15 @@ def draw(numbers: dict[str, Any], bounds: Bounds, figure: Any) -> None:
 def run(say: Say, quick: bool = False) -> Outcome:
     """Both problems, three seeds; quick: a small network on Poisson's, one seed."""
     bounds, seeds, problems = (
-        (FULL, (0, 1, 2), [POISSON, BURGERS]) if not quick else (QUICK, (0,), [SMALL])
+        (FULL, (0, 1, 2), [POISSON, BURGERS])
+        if not quick
+        else (QUICK, (0,), [SMALL])
     )
     if quick:
         numbers = {
-            p.name: compared(p, seeds, lambda jobs: [done(job) for job in jobs], say)
+            p.name: compared(
+                p, seeds, lambda jobs: [done(job) for job in jobs], say
+            )
             for p in problems
         }
     else:
@@ -208,7 +229,9 @@ def run(say: Say, quick: bool = False) -> Outcome:
             2, get_context("spawn"), torch.set_num_threads, (1,)
         ) as pool:
             numbers = {
-                p.name: compared(p, seeds, lambda jobs: list(pool.map(done, jobs)), say)
+                p.name: compared(
+                    p, seeds, lambda jobs: list(pool.map(done, jobs)), say
+                )
                 for p in problems
             }
     claims = [
@@ -217,7 +240,10 @@ def run(say: Say, quick: bool = False) -> Outcome:
         for claim in judged(problem, numbers[problem.name], bounds)
     ]
     return Outcome(
-        tuple(claims), numbers, lambda figure: draw(numbers, bounds, figure), REMARKS
+        tuple(claims),
+        numbers,
+        lambda figure: draw(numbers, bounds, figure),
+        REMARKS,
     )
 
 

@@ -47,7 +47,9 @@ class Curve:
     losses: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
 
-    def add(self, step: int, seconds: float, loss: float, error: float) -> None:
+    def add(
+        self, step: int, seconds: float, loss: float, error: float
+    ) -> None:
         self.steps.append(step)
         self.seconds.append(seconds)
         self.losses.append(loss)
@@ -56,12 +58,18 @@ class Curve:
     @property
     def lowest(self) -> float:
         """The error at its best; a method that has none is infinitely far off."""
-        return min((e for e in self.errors if math.isfinite(e)), default=math.inf)
+        return min(
+            (e for e in self.errors if math.isfinite(e)), default=math.inf
+        )
 
     def passed(self, error: float) -> float:
         """When it was first below another's error."""
         return next(
-            (s for s, e in zip(self.seconds, self.errors, strict=True) if e < error),
+            (
+                s
+                for s, e in zip(self.seconds, self.errors, strict=True)
+                if e < error
+            ),
             math.inf,
         )
 
@@ -102,7 +110,9 @@ class Rival:
 
 def adam(rival: Rival, task: Task, seconds: float) -> Curve:
     """Adam with a cosine from lr to 0 over its seconds."""
-    optimizer = torch.optim.Adam(task.model.parameters(), lr=rival.lr, fused=True)
+    optimizer = torch.optim.Adam(
+        task.model.parameters(), lr=rival.lr, fused=True
+    )
     curve, watch, steps = Curve(), Watch(), 0
     watch.go()
     for mark in range(1, MARKS + 1):
@@ -159,7 +169,9 @@ def lbfgs(rival: Rival, task: Task, seconds: float) -> Curve:
     for mark in range(1, MARKS + 1):
         while stalls < STALLS and watch.now() < seconds * mark / MARKS:
             here = [p.detach().clone() for p in parameters]
-            loss = float(optimizer.step(closure))  # ½‖r‖² here, before the iterations
+            loss = float(
+                optimizer.step(closure)
+            )  # ½‖r‖² here, before the iterations
             if loss < best:
                 best, kept, stalls = loss, here, 0
                 continue

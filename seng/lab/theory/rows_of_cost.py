@@ -63,7 +63,10 @@ class Sweep:
         return Sweep(
             self.symbol,
             values,
-            {name: v // 4 if v >= LARGE else v for name, v in self.fixed.items()},
+            {
+                name: v // 4 if v >= LARGE else v
+                for name, v in self.fixed.items()
+            },
         )
 
 
@@ -91,7 +94,9 @@ def _row(
         Formula(paper[0]),
         None if paper[1] is None else Formula(paper[1]),
     )
-    return Row(name, table, (Formula(ours[0]), Formula(ours[1])), prepare, sweeps)
+    return Row(
+        name, table, (Formula(ours[0]), Formula(ours[1])), prepare, sweeps
+    )
 
 
 def _doubled(first: int, count: int) -> tuple[int, ...]:
@@ -118,7 +123,11 @@ def _sweep(symbol: str, values: tuple[int, ...], **fixed: int) -> Sweep:
 
 
 SIDE, SKETCH = "n_G = n_A", "ζ_G = ζ_A"
-STORED, FACTORS, CHOSEN = "4·ϱ·n", "4·ϱ·r·n_G + 4·ϱ·r·n_A", "4·ϱ·r·ζ_G + 4·ϱ·r·ζ_A"
+STORED, FACTORS, CHOSEN = (
+    "4·ϱ·n",
+    "4·ϱ·r·n_G + 4·ϱ·r·n_A",
+    "4·ϱ·r·ζ_G + 4·ϱ·r·ζ_A",
+)
 PAIRS = ("r²·ϱ²·n_A + r²·ϱ²·n_G", "n_A·r·ϱ + n_G·r·ϱ")
 SKETCHED_PAIRS = ("r²·ϱ²·ζ_A + r²·ϱ²·ζ_G", "ζ_A·r·ϱ + ζ_G·r·ϱ")
 SQUARED = (  # U in products of matrices
@@ -255,9 +264,18 @@ ROWS = (
         None,
         ("6·ϱ·κ·n_G·w + ϱ·κ·w·r + ϱ·κ·r·n_G + ϱ·κ·r·n_A", FACTORS),
         op.reduction,
-        _sweep("ϱ", _doubled(8, 4), m=180, positions=180, r=8, w=8 + OVERSAMPLE),
+        _sweep(
+            "ϱ", _doubled(8, 4), m=180, positions=180, r=8, w=8 + OVERSAMPLE
+        ),
         _sweep("κ", _doubled(250, 4), m=250, samples=4, r=8, w=8 + OVERSAMPLE),
-        _sweep(SIDE, _doubled(250, 4), samples=4, positions=250, r=8, w=8 + OVERSAMPLE),
+        _sweep(
+            SIDE,
+            _doubled(250, 4),
+            samples=4,
+            positions=250,
+            r=8,
+            w=8 + OVERSAMPLE,
+        ),
     ),
     _row(
         "ΩU of q rows (14)",

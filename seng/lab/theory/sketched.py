@@ -28,17 +28,32 @@ from seng.linalg.sketch import (
 
 OBLIVIOUS = ("Gaussian", "CountSketch")
 BOTH = "KroneckerRows, both sides"
-KINDS = (*OBLIVIOUS, "Rows", "LeverageRows", "rows by leverage", "KroneckerRows", BOTH)
+KINDS = (
+    *OBLIVIOUS,
+    "Rows",
+    "LeverageRows",
+    "rows by leverage",
+    "KroneckerRows",
+    BOTH,
+)
 DAMPING = 0.01  # of the largest eigenvalue: the library's default
 
 
-def drawn(kind: str, layer: Layer, q: int, generator: torch.Generator) -> Omega:
+def drawn(
+    kind: str, layer: Layer, q: int, generator: torch.Generator
+) -> Omega:
     """Ω of about q rows. Kronecker sketches leave the small side whole, as the paper has it, or take a like share of both."""
     U, n_G = layer.U, layer.U.shape[1]
-    if kind == "rows by leverage":  # the row norms of N are the leverage scores of U
+    if (
+        kind == "rows by leverage"
+    ):  # the row norms of N are the leverage scores of U
         return LeverageRows(q).draw(Explicit(layer.N, U.shape), generator)
     if kind.startswith("KroneckerRows"):
-        q_G = n_G if kind == "KroneckerRows" else max(1, round(n_G * (q / U.n) ** 0.5))
+        q_G = (
+            n_G
+            if kind == "KroneckerRows"
+            else max(1, round(n_G * (q / U.n) ** 0.5))
+        )
         return KroneckerRows(q_G, max(1, q // q_G)).draw(U, generator)
     flat = {
         "Gaussian": Gaussian(q),
@@ -67,7 +82,9 @@ def expected(kind: str, layer: Layer, v: Tensor, q: int) -> float | None:
         "rows by leverage": layer.leverage / layer.rank,
     }.get(kind)
     return (
-        None if p is None else (float((products[p > 0] / p[p > 0]).sum()) - along) / q
+        None
+        if p is None
+        else (float((products[p > 0] / p[p > 0]).sum()) - along) / q
     )
 
 
@@ -85,7 +102,9 @@ class Errors:
 
 def errors(layer: Layer, v: Tensor, omega: Omega) -> Errors:
     """How well Ω keeps N and v."""
-    sketched = omega(torch.cat([layer.N, v[:, None]], 1))  # (q, ρ + 1), in one pass
+    sketched = omega(
+        torch.cat([layer.N, v[:, None]], 1)
+    )  # (q, ρ + 1), in one pass
     X, x = sketched[:, :-1], sketched[:, -1]
     off = X.T @ X - torch.eye(layer.rank, dtype=X.dtype)
     squares = layer.sigma.square()
@@ -94,8 +113,12 @@ def errors(layer: Layer, v: Tensor, omega: Omega) -> Errors:
         squares / squares[0],
         squares / (squares + DAMPING * squares[0]),
     )
-    eta, gram, damped = (norm(w.sqrt()[:, None] * off * w.sqrt()) for w in weights)
-    epsilon = float((X.T @ x - layer.N.T @ v).square().sum() / v.square().sum())
+    eta, gram, damped = (
+        norm(w.sqrt()[:, None] * off * w.sqrt()) for w in weights
+    )
+    epsilon = float(
+        (X.T @ x - layer.N.T @ v).square().sum() / v.square().sum()
+    )
     energy = 1 + float(squares @ off.diagonal() / squares.sum())
     return Errors(eta, epsilon, gram, damped, energy, len(X))
 

@@ -27,7 +27,9 @@ class Outcome:
         str, Any
     ]  # everything that the picture and the claims are made of: plain lists and numbers, for JSON
     draw: Callable[[Any], None]  # onto an empty matplotlib Figure
-    remarks: tuple[str, ...] = field(default=())  # what a reader must know beside it
+    remarks: tuple[str, ...] = field(
+        default=()
+    )  # what a reader must know beside it
 
 
 @dataclass(frozen=True)

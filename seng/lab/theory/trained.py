@@ -18,11 +18,15 @@ from seng import SENG, Curvature
 from seng.lab.datasets.formats import digits
 from seng.lab.models import digits_cnn
 from seng.linalg.operators import Operator
-from seng.optim.preconditioner import Preconditioner
+from seng.tell.inspection import Inspection, inspect
 
-BATCH = 64  # samples of a training step, and of the gradient that U does not know
+BATCH = (
+    64  # samples of a training step, and of the gradient that U does not know
+)
 STEPS = 40
-NEGLIGIBLE = 1e-10  # of the largest singular value: below it, a direction is rounding
+NEGLIGIBLE = (
+    1e-10  # of the largest singular value: below it, a direction is rounding
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class Layer:
 
     @cached_property
     def _svd(self) -> tuple[Tensor, Tensor, Tensor]:
-        N, sigma, V = torch.linalg.svd(self.U.explicit().U, full_matrices=False)
+        N, sigma, V = torch.linalg.svd(
+            self.U.explicit().U, full_matrices=False
+        )
         kept = sigma > NEGLIGIBLE * sigma[0]
         return N[:, kept], sigma[kept], V[kept]
 
@@ -64,7 +70,9 @@ class Layer:
     def perpendicular(self) -> Tensor:
         """g⊥ = g − NNᵀg (n,)."""
         g: Tensor = self.g - self.N @ (self.N.T @ self.g)
-        return g - self.N @ (self.N.T @ g)  # twice, since what is left may be small
+        return g - self.N @ (
+            self.N.T @ g
+        )  # twice, since what is left may be small
 
     @cached_property
     def leverage(self) -> Tensor:
@@ -87,7 +95,9 @@ class Layer:
 
 
 @cache
-def layers(samples: int, steps: int = STEPS, seed: int = 0) -> tuple[Layer, Layer]:
+def layers(
+    samples: int, steps: int = STEPS, seed: int = 0
+) -> tuple[Layer, Layer]:
     """The second convolution (n = 9216) and the linear layer (n = 7690), with ϱ = `samples`, after so many steps of SGD."""
     generator = torch.Generator().manual_seed(seed)
     model = initial(generator)
@@ -95,9 +105,13 @@ def layers(samples: int, steps: int = STEPS, seed: int = 0) -> tuple[Layer, Laye
     x, y = train.x.double() / 255, train.y
     sgd = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     for _ in range(steps):
-        _backward(model, x, y, torch.randperm(len(y), generator=generator)[:BATCH])
+        _backward(
+            model, x, y, torch.randperm(len(y), generator=generator)[:BATCH]
+        )
         sgd.step()
-    return _captured(model, x, y, torch.randperm(len(y), generator=generator), samples)
+    return _captured(
+        model, x, y, torch.randperm(len(y), generator=generator), samples
+    )
 
 
 def initial(generator: torch.Generator) -> nn.Sequential:
@@ -107,7 +121,9 @@ def initial(generator: torch.Generator) -> nn.Sequential:
     model = model.double().to_empty(device="cpu")
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
-            nn.init.kaiming_uniform_(layer.weight, a=5**0.5, generator=generator)
+            nn.init.kaiming_uniform_(
+                layer.weight, a=5**0.5, generator=generator
+            )
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
         elif isinstance(layer, nn.BatchNorm2d):
@@ -120,19 +136,24 @@ def _captured(
 ) -> tuple[Layer, Layer]:
     """A refresh of the library on the first samples, whose step has length 0; then the gradient of the next ones."""
     optimizer = SENG(
-        model, lr=0.0, momentum=0.0, curvature=Curvature(form="explicit", decay=0.0)
+        model,
+        lr=0.0,
+        momentum=0.0,
+        curvature=Curvature(form="explicit", decay=0.0),
     )
-    engine = optimizer.preconditioner
-    assert engine is not None
     _backward(model, x, y, order[:samples])
-    own = _gathered(engine)
+    own = _gathered(inspect(optimizer))
     optimizer.step()
+    seen = inspect(optimizer)
     _backward(model, x, y, order[samples : samples + BATCH])
-    g = _gathered(engine)
-    convolutions, (linear,) = (_sites(engine, kind) for kind in (nn.Conv2d, nn.Linear))
+    g = _gathered(seen)
+    convolutions, (linear,) = (
+        _layers(seen, kind) for kind in (nn.Conv2d, nn.Linear)
+    )
     wanted = {"convolution": convolutions[1], "linear": linear}
     first, second = (
-        Layer(name, engine.blocks[i].U, own[i], g[i]) for name, i in wanted.items()
+        Layer(name, seen.states[i].U, own[i], g[i])
+        for name, i in wanted.items()
     )
     return first, second
 
@@ -142,15 +163,16 @@ def _backward(model: nn.Module, x: Tensor, y: Tensor, batch: Tensor) -> None:
     cross_entropy(model(x[batch]), y[batch]).backward()
 
 
-def _gathered(engine: Preconditioner) -> list[Tensor]:
-    """The gradient of every site, laid out as the rows of its U."""
-    grads = {p: p.grad.clone() for p in engine.trained if p.grad is not None}
-    return [site.gather(site.active(), grads, site.dtype) for site in engine.sites]
+def _gathered(seen: Inspection) -> list[Tensor]:
+    """The gradient of every layer, laid out as the rows of its U."""
+    out = []
+    for site in seen.sites:
+        params = [s.param for s in site.segments]
+        grads = {p: p.grad.clone() for p in params if p.grad is not None}
+        out.append(site.gather(site.active(), grads, site.dtype))
+    return out
 
 
-def _sites(engine: Preconditioner, kind: type[nn.Module]) -> list[int]:
-    return [
-        i
-        for i, site in enumerate(engine.sites)
-        if isinstance(site.members[0].module, kind)
-    ]
+def _layers(seen: Inspection, kind: type[nn.Module]) -> list[int]:
+    modules = [site.members[0].module for site in seen.sites]
+    return [i for i, module in enumerate(modules) if isinstance(module, kind)]

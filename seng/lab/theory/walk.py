@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import seng
 from seng.linalg.sketch import Rows
+from seng.tell.inspection import inspect
 
 SAMPLES, INPUTS, HIDDEN = 512, 31, 8  # n = 8·32 = 256
 NOISE = 0.2  # of the targets, so that no network fits them and σ stays
@@ -42,7 +43,8 @@ class Problem:
     def loss(self, theta: Tensor) -> Tensor:
         """Ψ of θ (h, m_0 + 1)."""
         return self.losses(
-            torch.tanh(self.X @ theta[:, :-1].T + theta[:, -1]) @ self.A.T, self.y
+            torch.tanh(self.X @ theta[:, :-1].T + theta[:, -1]) @ self.A.T,
+            self.y,
         ).mean()
 
     def gradient(self, theta: Tensor) -> Tensor:
@@ -55,7 +57,9 @@ class Problem:
 
     def curvature(self, theta: Tensor) -> Tensor:
         """The eigenvalues of ∇²Ψ (n,), ascending."""
-        H = torch.func.hessian(lambda z: self.loss(z.view_as(theta)))(theta.flatten())
+        H = torch.func.hessian(lambda z: self.loss(z.view_as(theta)))(
+            theta.flatten()
+        )
         values: Tensor = torch.linalg.eigvalsh(H)
         return values
 
@@ -74,9 +78,9 @@ def problem(seed: int) -> Problem:
     ).T
     A = torch.linalg.qr(normal(HIDDEN, HIDDEN))[0]
     teacher = normal(HIDDEN, INPUTS + 1) / INPUTS**0.5
-    y = torch.tanh(X @ teacher[:, :-1].T + teacher[:, -1]) @ A.T + NOISE * normal(
-        SAMPLES, HIDDEN
-    )
+    y = torch.tanh(
+        X @ teacher[:, :-1].T + teacher[:, -1]
+    ) @ A.T + NOISE * normal(SAMPLES, HIDDEN)
     return Problem(X, y, A, 0.3 * normal(HIDDEN, INPUTS + 1) / INPUTS**0.5)
 
 
@@ -122,7 +126,9 @@ class Path:
     )  # ⟨∇Ψ, Ĥ_k∇Ψ⟩/‖∇Ψ‖², where d̂_k = Ĥ_k g_k
     tops: list[float] = field(default_factory=list)  # ‖B_k‖
     etas: list[float] = field(default_factory=list)  # of A.1
-    epsilons: list[float] = field(default_factory=list)  # √ε of A.2, for v = ∇Ψ
+    epsilons: list[float] = field(
+        default_factory=list
+    )  # √ε of A.2, for v = ∇Ψ
     end: list[Tensor] = field(default_factory=list)  # the last θ
 
 
@@ -148,11 +154,16 @@ def _theta(layer: nn.Linear) -> Tensor:
 def walk(given: Problem, rule: Rule, steps: int, seed: int) -> Path:
     """So many steps of SENG in the paper's units, with a new U and a new Ω at each."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):  # from whose seed the sketches are drawn
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # from whose seed the sketches are drawn
         torch.manual_seed(seed)
         model, trained = network(given)
         curvature = seng.Curvature(
-            form="explicit", sketch=Rows(rule.rows), decay=0, relative_damping=False
+            form="explicit",
+            sketch=Rows(rule.rows),
+            decay=0,
+            relative_damping=False,
         )
         optimizer = seng.SENG(
             model,
@@ -172,7 +183,9 @@ def walk(given: Problem, rule: Rule, steps: int, seed: int) -> Path:
             given.losses(model(given.X[own]), given.y[own]).mean().backward()
         # A batch as large as thousands of the 512 samples, drawn with replacement, is how often each of them is in it.
         chosen = torch.randint(SAMPLES, (rule.batch(k),), generator=generator)
-        weights = torch.bincount(chosen, minlength=SAMPLES).double() / len(chosen)
+        weights = torch.bincount(chosen, minlength=SAMPLES).double() / len(
+            chosen
+        )
         optimizer.zero_grad()
         (weights @ given.losses(model(given.X), given.y)).backward()
         optimizer.step()
@@ -185,15 +198,13 @@ def walk(given: Problem, rule: Rule, steps: int, seed: int) -> Path:
 
 
 def _look(path: Path, optimizer: seng.SENG, g: Tensor, rule: Rule) -> None:
-    """At the block that the step was made with."""
-    assert optimizer.preconditioner is not None
-    (block,) = optimizer.preconditioner.blocks.values()
+    """At the curvature that the step was made with."""
+    (block,) = inspect(optimizer).states.values()
     basis, R = torch.linalg.qr(block.U.explicit().U)  # N (n, ϱ), of U's span
     sketched = block.omega(basis)
     error = sketched.T @ sketched - torch.eye(basis.shape[1], dtype=g.dtype)
-    path.descents.append(
-        float(g @ block.solve(g, rule.damping) / rule.damping / (g @ g))
-    )
+    solve = block.at(rule.damping)
+    path.descents.append(float(g @ solve(g) / rule.damping / (g @ g)))
     path.tops.append(float(torch.linalg.matrix_norm(R, 2)) ** 2)
     path.etas.append(float(torch.linalg.matrix_norm(error, 2)))
     path.epsilons.append(

@@ -5,7 +5,7 @@
 W alone is trained, a is ±1, φ is ReLU and Ψ = ½‖f − y‖², so that ∇Ψ = Jᵀ(f − y) and U = Jᵀ (n, N) without the 1/√N. With Ω = I
 and λ → 0, a step multiplies f − y by 1 − α wherever J stands still: ρ_k = ‖f_{k+1} − y‖/‖f_k − y‖ and its speed (1 − ρ_k)/α
 is 1. A Gaussian Ω has (JΩᵀΩJᵀ)⁻¹ = K^{-½}W⁻¹K^{-½} with a Wishart matrix W, whose inverse has known moments: `sketched_speed`.
-The direction is the library's own: its implicit form, its sketches and its block.
+The direction is the library's own: its implicit form, its sketches and its low-rank state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from seng.linalg.implicit import Implicit
 from seng.linalg.numerics import top
 from seng.linalg.sketch import Identity, Sketch
-from seng.metrics.block import Block
+from seng.metrics.low_rank_state import LowRankState
 
 SAMPLES, INPUTS = 40, 10  # N and m_0
 DAMPING = 1e-7  # vanishes beside the kernel's smallest eigenvalue, about 0.08
@@ -38,7 +38,9 @@ class Network:
 
     def jacobian(self, W: Tensor) -> Implicit:
         """U = Jᵀ (n, N), in closed form: the gradient of f(x_i) is G_i x_iᵀ with G_i = a ⊙ φ'(Wx_i)/√m."""
-        G = torch.where(self.X @ W.T > 0, self.a / len(self.a) ** 0.5, 0)  # (N, m)
+        G = torch.where(
+            self.X @ W.T > 0, self.a / len(self.a) ** 0.5, 0
+        )  # (N, m)
         return Implicit(G[:, None, :, None], self.X[:, None, :, None])
 
     def residual(self, W: Tensor, U: Implicit) -> Tensor:
@@ -71,12 +73,8 @@ def direction(
         else sketch.draw(U, generator)
     )
     K = omega.of(U).gram()
-    return (
-        Block(U, omega, K, top(K[None])[0], relative=False).solve(
-            U.mv(residual), damping
-        )
-        / damping
-    )
+    state = LowRankState(U, omega, K, top(K[None])[0], relative=False)
+    return state.at(damping)(U.mv(residual)) / damping
 
 
 @dataclass(frozen=True)
@@ -141,8 +139,14 @@ def descend(
         U = net.jacobian(W)
         r = net.residual(W, U)
         residuals.append(float(r.norm()))
-        drift = torch.maximum(drift, top(Implicit(U.G - start.G, U.A).gram()[None])[0])
-        if not 10.0**-DECADES * residuals[0] < residuals[-1] < 1e3 * residuals[0]:
+        drift = torch.maximum(
+            drift, top(Implicit(U.G - start.G, U.A).gram()[None])[0]
+        )
+        if (
+            not 10.0**-DECADES * residuals[0]
+            < residuals[-1]
+            < 1e3 * residuals[0]
+        ):
             break
         d = U.mv(r) if plain else direction(U, r, sketch, generator, DAMPING)
         W = W - alpha * d.view_as(W)
@@ -171,7 +175,9 @@ def sketched_speed(q: int, alpha: float) -> float:
     """(1 − ρ)/α with ρ² = E‖(I − αW⁻¹)v‖² for W ~ Wishart(I/q, q) and ‖v‖ = 1: what a Gaussian Ω with q rows does."""
     N = SAMPLES
     first = q / (q - N - 1)  # E W⁻¹ = first·I
-    second = q**2 * (q - 1) / ((q - N) * (q - N - 1) * (q - N - 3))  # E W⁻² = second·I
+    second = (
+        q**2 * (q - 1) / ((q - N) * (q - N - 1) * (q - N - 3))
+    )  # E W⁻² = second·I
     return (1 - math.sqrt(1 - 2 * alpha * first + alpha**2 * second)) / alpha
 
 

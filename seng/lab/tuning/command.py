@@ -108,7 +108,14 @@ class Tune:
         what, how = task(self.task), self.search
         settings: dict[str, Any] = {
             name: getattr(how, name)
-            for name in ("trials", "epochs", "batch", "sampler", "prune", "seed")
+            for name in (
+                "trials",
+                "epochs",
+                "batch",
+                "sampler",
+                "prune",
+                "seed",
+            )
         }
         names = list(dict.fromkeys(self.optimizers))
         check_set(how.set, names)
@@ -123,9 +130,7 @@ class Tune:
             for name in names
         ]
         for plan in plans:
-            _ = (
-                plan.first
-            )  # an optimizer that there is not is refused before anything is begun
+            _ = plan.first  # an optimizer that there is not is refused before anything is begun
         return plans
 
 
@@ -161,7 +166,9 @@ def worker(arguments: Sequence[str]) -> None:
     try:
         campaigns, data, device = prepared(options)
         if device.type == "cpu":
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.where.jobs))
+            torch.set_num_threads(
+                max(1, (os.cpu_count() or 1) // options.where.jobs)
+            )
         Worker(data, device, watch).work(campaigns)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -175,7 +182,9 @@ def together(
 ) -> None:
     """Have worker processes do it, and look on; what one of them dies of is said when none is left to do the work."""
     with ExitStack() as stack:
-        said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(jobs)]
+        said = [
+            stack.enter_context(tempfile.TemporaryFile()) for _ in range(jobs)
+        ]
         quiet: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.DEVNULL,

@@ -28,7 +28,9 @@ class Scoreboard:
             study.study_name: {trial.number for trial in _finished(study)}
             for study in self.studies
         }
-        self.live = Live(console=self.console, refresh_per_second=4, transient=True)
+        self.live = Live(
+            console=self.console, refresh_per_second=4, transient=True
+        )
         self.drawn = 0.0
 
     def __enter__(self) -> Self:
@@ -76,7 +78,9 @@ class Scoreboard:
         if not self.console.is_terminal:
             self._report()
         self.console.print(self.table())
-        counts = {study.study_name: len(_finished(study)) for study in self.studies}
+        counts = {
+            study.study_name: len(_finished(study)) for study in self.studies
+        }
         for study in self.studies:
             settings, done, asked = (
                 study.user_attrs["settings"],
@@ -84,9 +88,13 @@ class Scoreboard:
                 study.user_attrs["trials"],
             )
             if done < asked:
-                self.say(f"{study.study_name} is unfinished: {done} of {asked} trials")
+                self.say(
+                    f"{study.study_name} is unfinished: {done} of {asked} trials"
+                )
             top = best(study)
-            for name in at_the_edge(top.params, top.distributions) if top else ():
+            for name in (
+                at_the_edge(top.params, top.distributions) if top else ()
+            ):
                 where = f"the best {name}, {_value(top.params[name])}, lies at the edge of what was tried"  # type: ignore[union-attr]
                 self.say(
                     f"{study.study_name}: {where}; {settings['optimizer']} may do better beyond it"
@@ -98,15 +106,15 @@ class Scoreboard:
             )
             and len(set(counts.values())) > 1
         ):
-            uneven = ", ".join(f"{count} of {name}" for name, count in counts.items())
+            uneven = ", ".join(
+                f"{count} of {name}" for name, count in counts.items()
+            )
             self.say(f"these do not have the same number of trials: {uneven}")
 
     def table(self) -> Table:
         """One row per study."""
         settings = self.studies[0].user_attrs["settings"]
-        title = (
-            f"{settings['task']}: {settings['metric']} on a tenth of the training set"
-        )
+        title = f"{settings['task']}: {settings['metric']} on a tenth of the training set"
         out = Table(title=title, title_justify="left")
         for header, side in (
             ("optimizer", "left"),
@@ -126,7 +134,9 @@ def _finished(study: optuna.Study) -> list[FrozenTrial]:
     return sorted(
         trials,
         key=lambda trial: (
-            trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0
+            trial.datetime_complete.timestamp()
+            if trial.datetime_complete
+            else 0.0
         ),
     )
 
@@ -134,11 +144,17 @@ def _finished(study: optuna.Study) -> list[FrozenTrial]:
 def _order(study: optuna.Study) -> float:
     top = best(study)
     sign = -1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
-    return float("inf") if top is None or top.value is None else sign * top.value
+    return (
+        float("inf") if top is None or top.value is None else sign * top.value
+    )
 
 
 def _row(study: optuna.Study) -> list[str]:
-    done, top, settings = _finished(study), best(study), study.user_attrs["settings"]
+    done, top, settings = (
+        _finished(study),
+        best(study),
+        study.user_attrs["settings"],
+    )
     kinds = {
         "running": len(running(study.get_trials(deepcopy=False))),
         "pruned": sum(trial.state == TrialState.PRUNED for trial in done),
@@ -146,7 +162,8 @@ def _row(study: optuna.Study) -> list[str]:
         "failed": sum(trial.state == TrialState.FAIL for trial in done),
     }
     return [
-        settings["optimizer"] + (f"-{settings['label']}" if settings["label"] else ""),
+        settings["optimizer"]
+        + (f"-{settings['label']}" if settings["label"] else ""),
         f"{len(done)}/{study.user_attrs['trials']}",
         ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count),
         "–" if top is None else f"{top.value:.4f}",
@@ -164,7 +181,9 @@ def _outcome(study: optuna.Study, trial: FrozenTrial) -> str:
 
 
 def _fields(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_value(value)}" for name, value in values.items())
+    return ", ".join(
+        f"{name} {_value(value)}" for name, value in values.items()
+    )
 
 
 def _value(value: Any) -> str:

@@ -38,9 +38,7 @@ def held_out(data: Data) -> Data:
     """The training set alone: its last tenth, of a fixed order, is the test set. A text is cut as it is."""
     x, y = data.train.x, data.train.y
     cut = len(x) - len(x) // 10
-    note = (
-        f"{data.note} A tenth of the training set stands in for the test set.".strip()
-    )
+    note = f"{data.note} A tenth of the training set stands in for the test set.".strip()
     if x.dim() == 1:
         return replace(
             data,
@@ -48,9 +46,9 @@ def held_out(data: Data) -> Data:
             test=Arrays(x[cut:], y[cut:]),
             note=note,
         )
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(
-        x.device
-    )
+    order = torch.randperm(
+        len(x), generator=torch.Generator().manual_seed(0)
+    ).to(x.device)
     rows = order[:cut].sort().values, order[cut:].sort().values
     train, test = (Arrays(x[part], y[part]) for part in rows)
     return replace(data, train=train, test=test, note=note)
@@ -75,7 +73,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.trials < 1:
-            raise ValueError(f"--trials is a count of at least 1, not {self.trials}")
+            raise ValueError(
+                f"--trials is a count of at least 1, not {self.trials}"
+            )
         if self.budget <= 0 or self.size < 1:
             raise ValueError(
                 f"--epochs and --batch are positive, not {self.budget:g} and {self.size}"
@@ -89,7 +89,9 @@ class Plan:
                 "--set goes with --sampler tpe: the paper's grid has its own values"
             )
         if self.sampler == "grid" and not self.grids:
-            known = sorted({f"{name} (…-{network})" for name, network in paper.GRIDS})
+            known = sorted(
+                {f"{name} (…-{network})" for name, network in paper.GRIDS}
+            )
             raise ValueError(
                 f"the paper has no grid for {self.optimizer} on {self.task.name}, only for {', '.join(known)}"
             )
@@ -135,7 +137,10 @@ class Plan:
                 "prune": self.prune,
                 "seed": self.seed,
             },
-            **{"metric": self.task.problem.metric, "direction": self.direction},
+            **{
+                "metric": self.task.problem.metric,
+                "direction": self.direction,
+            },
             **({"set": self.given} if self.fixed else {}),
             "first": {**self.first, **self.lengths},
         }
@@ -166,7 +171,9 @@ class Plan:
         fields = dict.fromkeys(name for grid in self.grids for name in grid)
         default = {name: getattr(self.base, name) for name in fields}
         found = []
-        for point in (point for grid in self.grids for point in paper.points(grid)):
+        for point in (
+            point for grid in self.grids for point in paper.points(grid)
+        ):
             point = paper.in_sgd_units(point) if "damping" in point else point
             point = {
                 **point,
@@ -203,10 +210,16 @@ class Plan:
             if name not in self.fixed
         ]
         space = {
-            name: _around(range_, getattr(self.base, name), getattr(usual, name))
+            name: _around(
+                range_, getattr(self.base, name), getattr(usual, name)
+            )
             for name, range_ in allowed
         }
-        return {name: allowed for name, allowed in space.items() if allowed is not None}
+        return {
+            name: allowed
+            for name, allowed in space.items()
+            if allowed is not None
+        }
 
     @property
     def first(self) -> dict[str, Any]:
@@ -241,13 +254,19 @@ class Plan:
         )
 
 
-def _around(allowed: Between | OneOf, own: Any, usual: Any) -> Between | OneOf | None:
+def _around(
+    allowed: Between | OneOf, own: Any, usual: Any
+) -> Between | OneOf | None:
     if not isinstance(own, str) and own <= 0:
         return None
     if isinstance(allowed, OneOf):
-        return allowed if own in allowed.values else OneOf((own, *allowed.values))
+        return (
+            allowed if own in allowed.values else OneOf((own, *allowed.values))
+        )
     if not allowed.log:
-        return replace(allowed, low=min(allowed.low, own), high=max(allowed.high, own))
+        return replace(
+            allowed, low=min(allowed.low, own), high=max(allowed.high, own)
+        )
     return replace(
         allowed, low=allowed.low * own / usual, high=allowed.high * own / usual
     )
@@ -256,7 +275,9 @@ def _around(allowed: Between | OneOf, own: Any, usual: Any) -> Between | OneOf |
 def _suggest(trial: Trial, name: str, allowed: Between | OneOf) -> Any:
     if isinstance(allowed, OneOf):
         return trial.suggest_categorical(name, allowed.values)
-    return trial.suggest_float(name, allowed.low, allowed.high, log=allowed.log)
+    return trial.suggest_float(
+        name, allowed.low, allowed.high, log=allowed.log
+    )
 
 
 class Seeded(optuna.samplers.BaseSampler):

@@ -64,7 +64,9 @@ def shown(url: str) -> str:
 
 def connect(url: str) -> optuna.storages.RDBStorage:
     """Open a storage, and make it where it is a file; what is in the way is said in one sentence."""
-    turns = {"connect_args": {"timeout": 60}}  # workers write one after another
+    turns = {
+        "connect_args": {"timeout": 60}
+    }  # workers write one after another
     patient = turns if url.startswith("sqlite") else {"pool_pre_ping": True}
     alive: dict[str, Any] = {
         "heartbeat_interval": BEAT,
@@ -79,7 +81,9 @@ def connect(url: str) -> optuna.storages.RDBStorage:
         if place.get_backend_name() == "sqlite" and place.database:
             Path(place.database).parent.mkdir(parents=True, exist_ok=True)
         with _tried():
-            return _made(lambda: optuna.storages.RDBStorage(url, patient, **alive))
+            return _made(
+                lambda: optuna.storages.RDBStorage(url, patient, **alive)
+            )
     except (ImportError, NoSuchModuleError) as missing:
         module = getattr(
             missing.__cause__, "name", None
@@ -113,7 +117,9 @@ def _made(
         try:
             return storage()
         except (IntegrityError, ProgrammingError, OperationalError) as why:
-            if not isinstance(why, IntegrityError) and "already exists" not in str(why):
+            if not isinstance(
+                why, IntegrityError
+            ) and "already exists" not in str(why):
                 raise
             sleep(0.5)
     return storage()
@@ -198,7 +204,9 @@ def best(study: optuna.Study) -> FrozenTrial | None:
     """The complete trial with the best value; of equals, as a small held-out set has them, the one with the lowest loss."""
     found = [
         trial
-        for trial in study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+        for trial in study.get_trials(
+            deepcopy=False, states=[TrialState.COMPLETE]
+        )
         if trial.value is not None
     ]
     sign = -1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
@@ -212,7 +220,11 @@ def best(study: optuna.Study) -> FrozenTrial | None:
 def _loss(trial: FrozenTrial) -> float:
     """Held out, at the end."""
     curve = trial.user_attrs.get("curve")
-    return inf if not curve or curve[-1]["loss"] is None else float(curve[-1]["loss"])
+    return (
+        inf
+        if not curve or curve[-1]["loss"] is None
+        else float(curve[-1]["loss"])
+    )
 
 
 def worker_id() -> dict[str, Any]:
@@ -245,14 +257,22 @@ def _dead(trial: FrozenTrial) -> bool:
 
 def campaign(storage: optuna.storages.BaseStorage, plan: Plan) -> Campaign:
     """The study of a plan, new or as it is; refused where it was made with other settings."""
-    parts: dict[str, Any] = {"sampler": Seeded(plan.seed), "pruner": plan.pruner()}
+    parts: dict[str, Any] = {
+        "sampler": Seeded(plan.seed),
+        "pruner": plan.pruner(),
+    }
     try:
         study = optuna.create_study(
-            storage=storage, study_name=plan.name, direction=plan.direction, **parts
+            storage=storage,
+            study_name=plan.name,
+            direction=plan.direction,
+            **parts,
         )
         settings = None
     except DuplicatedStudyError:
-        study = optuna.load_study(storage=storage, study_name=plan.name, **parts)
+        study = optuna.load_study(
+            storage=storage, study_name=plan.name, **parts
+        )
         settings = _settings(study)
     if settings is None and study.direction.name.lower() != plan.direction:
         raise ValueError(
@@ -286,21 +306,27 @@ def campaign(storage: optuna.storages.BaseStorage, plan: Plan) -> Campaign:
 def _queue(study: optuna.Study, plan: Plan) -> None:
     """The task's own recipe first, and of a grid as many points as are asked for: those that are not there yet."""
     there = sum(
-        "again" not in trial.user_attrs for trial in study.get_trials(deepcopy=False)
+        "again" not in trial.user_attrs
+        for trial in study.get_trials(deepcopy=False)
     )
-    for point in [plan.first, *(plan.points if plan.sampler == "grid" else [])][
-        there : plan.asked
-    ]:
+    for point in [
+        plan.first,
+        *(plan.points if plan.sampler == "grid" else []),
+    ][there : plan.asked]:
         study.enqueue_trial(point)
 
 
-def _settings(study: optuna.Study, patience: float = 5.0) -> dict[str, Any] | None:
+def _settings(
+    study: optuna.Study, patience: float = 5.0
+) -> dict[str, Any] | None:
     """How a study was made; one that is just being made is waited for, and None if whoever made it died over it."""
     until, before = monotonic() + patience, -1
     while True:
         trials = study.get_trials(deepcopy=False)
         settings: dict[str, Any] | None = study.user_attrs.get("settings")
-        if settings is not None or (len(trials) == before and monotonic() > until):
+        if settings is not None or (
+            len(trials) == before and monotonic() > until
+        ):
             return settings
         if any(trial.state != TrialState.WAITING for trial in trials):
             raise ValueError(
@@ -311,10 +337,14 @@ def _settings(study: optuna.Study, patience: float = 5.0) -> dict[str, Any] | No
         sleep(0.1)
 
 
-def studies(storage: optuna.storages.BaseStorage, task: str) -> list[optuna.Study]:
+def studies(
+    storage: optuna.storages.BaseStorage, task: str
+) -> list[optuna.Study]:
     """Those of a task."""
     names = optuna.get_all_study_names(storage)
-    found = [optuna.load_study(study_name=name, storage=storage) for name in names]
+    found = [
+        optuna.load_study(study_name=name, storage=storage) for name in names
+    ]
     return [
         study
         for study in found

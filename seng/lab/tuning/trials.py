@@ -65,7 +65,10 @@ class Worker:
                 objective, n_trials=1, catch=(RuntimeError, ArithmeticError)
             )
         except ValueError:
-            if not numbers or campaign.trials()[numbers[0]].state != TrialState.FAIL:
+            if (
+                not numbers
+                or campaign.trials()[numbers[0]].state != TrialState.FAIL
+            ):
                 raise
             # else others took us for dead, as after a machine slept, and queued the trial again
         finally:
@@ -95,7 +98,8 @@ class Worker:
         except (RuntimeError, ArithmeticError) as why:
             if not isinstance(why, optuna.TrialPruned):
                 trial.set_user_attr(
-                    "failed", f"{type(why).__name__}: {why}".splitlines()[0][:300]
+                    "failed",
+                    f"{type(why).__name__}: {why}".splitlines()[0][:300],
                 )
             raise
 
