@@ -44,9 +44,9 @@ class Page:
         self.count, self.session, self.rest = 0, "", b""
         self.requests: list[str] = []
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)[
-            "sessionId"
-        ]
+        self.session = self.ask(
+            "Target.attachToTarget", targetId=target, flatten=True
+        )["sessionId"]
         self.ask("Page.enable")
         self.ask("Network.enable")
         self.ask(
@@ -86,14 +86,21 @@ class Page:
     def run(self, script: str) -> Any:
         """The value of a script, awaited."""
         answer = self.ask(
-            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+            "Runtime.evaluate",
+            expression=script,
+            awaitPromise=True,
+            returnByValue=True,
         )
         if "exceptionDetails" in answer:
             raise RuntimeError(json.dumps(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
     def open(
-        self, address: str, scheme: str = "light", width: int = 1280, height: int = 900
+        self,
+        address: str,
+        scheme: str = "light",
+        width: int = 1280,
+        height: int = 900,
     ) -> None:
         """Until the page says that it is ready."""
         self.ask(
@@ -110,7 +117,7 @@ class Page:
         self.ask("Page.navigate", url="about:blank")
         self.ask("Page.navigate", url=address)
         ready = f"location.href === {json.dumps(address)} && document.documentElement?.dataset.ready"
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not self._there(ready):
             if time.monotonic() > end:
                 raise TimeoutError(
@@ -126,7 +133,9 @@ class Page:
 
     def picture(self, path: Path) -> Path:
         """What is seen of it."""
-        path.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.ask("Page.captureScreenshot")["data"])
+        )
         return path
 
 

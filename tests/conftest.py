@@ -1,5 +1,6 @@
 """The one list of layer cases for the whole suite, and float64 as the default precision of tests."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,10 @@ from several import Ranks
 from torch import Tensor, nn
 
 torch.set_num_threads(1)  # two workers share two cores
+if (
+    not torch.cuda.is_available()
+):  # before anything imports seng, and with it Triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 FORMS = ("explicit", "implicit", "merged", "auto")
 
@@ -54,7 +59,9 @@ LAYERS = [
     Case("conv1d", lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1), (3, 9)),
     Case("conv2d", lambda: nn.Conv2d(2, 3, 3), (2, 5, 6)),
     Case(
-        "conv2d-no-bias", lambda: nn.Conv2d(2, 3, 3, padding=1, bias=False), (2, 4, 4)
+        "conv2d-no-bias",
+        lambda: nn.Conv2d(2, 3, 3, padding=1, bias=False),
+        (2, 4, 4),
     ),
     Case(
         "conv2d-stride",
@@ -66,16 +73,24 @@ LAYERS = [
         lambda: nn.Conv2d(2, 3, (2, 3), dilation=(2, 1), padding=2),
         (2, 5, 5),
     ),
-    Case("conv2d-groups", lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (4, 4, 4)),
     Case(
-        "conv2d-depthwise", lambda: nn.Conv2d(4, 4, 3, groups=4, bias=False), (4, 5, 5)
+        "conv2d-groups",
+        lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1),
+        (4, 4, 4),
+    ),
+    Case(
+        "conv2d-depthwise",
+        lambda: nn.Conv2d(4, 4, 3, groups=4, bias=False),
+        (4, 5, 5),
     ),
     Case(
         "conv2d-same",
         lambda: nn.Conv2d(2, 3, (2, 4), padding="same", dilation=(1, 2)),
         (2, 5, 6),
     ),
-    Case("conv2d-valid", lambda: nn.Conv2d(2, 3, 2, padding="valid"), (2, 4, 4)),
+    Case(
+        "conv2d-valid", lambda: nn.Conv2d(2, 3, 2, padding="valid"), (2, 4, 4)
+    ),
     Case(
         "conv2d-reflect",
         lambda: nn.Conv2d(2, 3, 3, padding=(2, 1), padding_mode="reflect"),
@@ -83,7 +98,9 @@ LAYERS = [
     ),
     Case(
         "conv2d-replicate",
-        lambda: nn.Conv2d(2, 3, 3, padding=2, padding_mode="replicate", stride=2),
+        lambda: nn.Conv2d(
+            2, 3, 3, padding=2, padding_mode="replicate", stride=2
+        ),
         (2, 5, 5),
     ),
     Case(
@@ -98,16 +115,22 @@ LAYERS = [
     ),
     Case("conv2d-1x1", lambda: nn.Conv2d(5, 3, 1), (5, 2, 2)),
     Case(
-        "conv3d", lambda: nn.Conv3d(2, 2, 2, stride=(1, 2, 1), padding=1), (2, 3, 4, 3)
+        "conv3d",
+        lambda: nn.Conv3d(2, 2, 2, stride=(1, 2, 1), padding=1),
+        (2, 3, 4, 3),
     ),
     Case(
         "conv-transpose1d",
-        lambda: nn.ConvTranspose1d(3, 2, 3, stride=2, padding=1, output_padding=1),
+        lambda: nn.ConvTranspose1d(
+            3, 2, 3, stride=2, padding=1, output_padding=1
+        ),
         (3, 4),
     ),
     Case(
         "conv-transpose2d",
-        lambda: nn.ConvTranspose2d(2, 3, (3, 2), stride=(2, 1), padding=(2, 0)),
+        lambda: nn.ConvTranspose2d(
+            2, 3, (3, 2), stride=(2, 1), padding=(2, 0)
+        ),
         (2, 4, 3),
     ),
     Case(
@@ -136,19 +159,33 @@ LAYERS = [
     Case("layer-norm", lambda: _eval(nn.LayerNorm(5)), (5,)),
     Case("layer-norm-sequence", lambda: _eval(nn.LayerNorm(4)), (3, 4)),
     Case("layer-norm-2d", lambda: _eval(nn.LayerNorm((3, 4))), (2, 3, 4)),
-    Case("layer-norm-no-bias", lambda: _eval(nn.LayerNorm(4, bias=False)), (3, 4)),
+    Case(
+        "layer-norm-no-bias",
+        lambda: _eval(nn.LayerNorm(4, bias=False)),
+        (3, 4),
+    ),
     Case("rms-norm", lambda: _eval(nn.RMSNorm(4)), (3, 4)),
     Case("group-norm", lambda: _eval(nn.GroupNorm(2, 4)), (4, 3, 2)),
     Case("batch-norm1d", lambda: _eval(nn.BatchNorm1d(3)), (3,)),
     Case("batch-norm1d-sequence", lambda: _eval(nn.BatchNorm1d(3)), (3, 4)),
     Case("batch-norm2d", lambda: _eval(nn.BatchNorm2d(3)), (3, 2, 4)),
-    Case("instance-norm1d", lambda: _eval(nn.InstanceNorm1d(3, affine=True)), (3, 4)),
+    Case(
+        "instance-norm1d",
+        lambda: _eval(nn.InstanceNorm1d(3, affine=True)),
+        (3, 4),
+    ),
     Case(
         "instance-norm2d-tracked",
-        lambda: _eval(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)),
+        lambda: _eval(
+            nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
+        ),
         (3, 2, 4),
     ),
-    Case("instance-norm3d", lambda: nn.InstanceNorm3d(2, affine=True), (2, 2, 3, 2)),
+    Case(
+        "instance-norm3d",
+        lambda: nn.InstanceNorm3d(2, affine=True),
+        (2, 2, 3, 2),
+    ),
     Case("prelu", lambda: nn.PReLU(), (3, 4)),
     Case("prelu-channels", lambda: nn.PReLU(3), (3, 2, 2)),
     Case("prelu-features", lambda: nn.PReLU(3), (3,)),

@@ -6,7 +6,12 @@ from torch import Tensor, nn
 
 def loss_of(out: Tensor, target: Tensor) -> Tensor:
     """A mean loss over samples whose gradient differs from sample to sample."""
-    return (0.5 * (out - target).square() + out.sin() * target).flatten(1).sum(1).mean()
+    return (
+        (0.5 * (out - target).square() + out.sin() * target)
+        .flatten(1)
+        .sum(1)
+        .mean()
+    )
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
@@ -25,7 +30,9 @@ def per_sample_gradients(
     rows = []
     for i in range(x.shape[0]):
         grads = torch.autograd.grad(
-            loss(model(x[i : i + 1]), target[i : i + 1]), params, allow_unused=True
+            loss(model(x[i : i + 1]), target[i : i + 1]),
+            params,
+            allow_unused=True,
         )
         rows.append(
             flat(
@@ -49,10 +56,14 @@ def fisher(u: Tensor) -> Tensor:
 
 def dense_direction(M: Tensor, g: Tensor, damping: float) -> Tensor:
     """(M + λI)⁻¹g by a dense solve."""
-    return torch.linalg.solve(M + damping * torch.eye(len(M), dtype=M.dtype), g)
+    return torch.linalg.solve(
+        M + damping * torch.eye(len(M), dtype=M.dtype), g
+    )
 
 
-def batch_norm_gradients(layer: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+def batch_norm_gradients(
+    layer: nn.Module, x: Tensor, target: Tensor
+) -> Tensor:
     """BatchNorm in training: u_i = B·(g_i ⊙ x̂_i summed over positions, g_i summed), with the batch's statistics given."""
     out = layer(x)
     (g,) = torch.autograd.grad(loss_of(out, target), out)
@@ -81,15 +92,24 @@ def sides(layer: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
             a, layer.kernel_size, layer.dilation, layer.padding, layer.stride
         )
         A = windows.unflatten(1, (h, -1)).permute(1, 0, 3, 2).flatten(1, 2)
-        G = g.flatten(2).unflatten(1, (h, -1)).permute(1, 0, 3, 2).flatten(1, 2)
+        G = (
+            g.flatten(2)
+            .unflatten(1, (h, -1))
+            .permute(1, 0, 3, 2)
+            .flatten(1, 2)
+        )
     else:
         A, G = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
     return (
-        A if layer.bias is None else torch.cat([A, torch.ones_like(A[..., :1])], 2)
+        A
+        if layer.bias is None
+        else torch.cat([A, torch.ones_like(A[..., :1])], 2)
     ), G
 
 
-def kronecker_metric(A: Tensor, G: Tensor, power: float, floor: float) -> Tensor:
+def kronecker_metric(
+    A: Tensor, G: Tensor, power: float, floor: float
+) -> Tensor:
     """P (n, n) from the second moments C_A (h, n_A, n_A) and C_G (h, n_G, n_G), for vectors that stack matrices row by row."""
 
     def powers(C: Tensor) -> list[Tensor]:
@@ -101,7 +121,10 @@ def kronecker_metric(A: Tensor, G: Tensor, power: float, floor: float) -> Tensor
         ]
 
     P = torch.block_diag(
-        *(torch.kron(P_G, P_A) for P_G, P_A in zip(powers(G), powers(A), strict=True))
+        *(
+            torch.kron(P_G, P_A)
+            for P_G, P_A in zip(powers(G), powers(A), strict=True)
+        )
     )
     return P / P.diagonal().mean()
 
@@ -114,5 +137,7 @@ def diagonal_metric(v: Tensor, power: float, floor: float) -> Tensor:
 
 def based_direction(M: Tensor, P: Tensor, g: Tensor, damping: float) -> Tensor:
     """λ(M + λP)⁻¹g by a dense solve, λ relative to the largest eigenvalue of P^{-½}MP^{-½}."""
-    lam = damping * float(torch.linalg.eigvals(torch.linalg.solve(P, M)).real.max())
+    lam = damping * float(
+        torch.linalg.eigvals(torch.linalg.solve(P, M)).real.max()
+    )
     return lam * torch.linalg.solve(M + lam * P, g)

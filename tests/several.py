@@ -65,12 +65,15 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def outcomes(self, function: Any, *args: Any) -> list[tuple[Any, str | None]]:
+    def outcomes(
+        self, function: Any, *args: Any
+    ) -> list[tuple[Any, str | None]]:
         """What each rank returned, or the error that it raised, as text."""
         for inbox in self.inboxes:
             inbox.put((function, args))
         found = sorted(
-            (self.outbox.get() for _ in range(self.size)), key=lambda entry: entry[0]
+            (self.outbox.get() for _ in range(self.size)),
+            key=lambda entry: entry[0],
         )
         return [(value, error) for _, value, error in found]
 

@@ -1,4 +1,4 @@
-"""P in place of I: base.py and factor.py against dense matrices, and the places where a base must work."""
+"""P in place of I: the Kronecker and diagonal metrics against dense matrices, and the places where a base must work."""
 
 import copy
 import math
@@ -9,69 +9,98 @@ import torch
 from torch import Tensor, nn
 
 import seng
+from seng.distributed.team import ALONE
 from seng.linalg.implicit import Implicit
+from seng.linalg.sketch import IDENTITY
 from seng.linalg.windows import Windows
-from seng.metrics.base import Diagonal, Kronecker, _inputs, kept
+from seng.metrics.diagonal import DiagonalState
 from seng.metrics.factor import FLOOR, Factor, Moment, updated
-from seng.metrics.job import _factors
+from seng.metrics.kronecker import Kronecker, KroneckerState, inputs
+from seng.metrics.low_rank import LowRank
+from seng.metrics.low_rank_state import LowRankState
 
 F64 = torch.float64
-
-
-def nothing(_: object) -> None:
-    """One rank has nothing to add up."""
-
 
 LAYERS = {
     "linear": (lambda: nn.Linear(4, 3), (4,)),
     "linear without bias": (lambda: nn.Linear(4, 3, bias=False), (4,)),
     "linear on sequences": (lambda: nn.Linear(4, 3), (5, 4)),
-    "convolution": (lambda: nn.Conv2d(2, 3, 3, padding=1, stride=2), (2, 5, 4)),
+    "convolution": (
+        lambda: nn.Conv2d(2, 3, 3, padding=1, stride=2),
+        (2, 5, 4),
+    ),
     "pointwise": (lambda: nn.Conv2d(3, 4, 1, bias=False), (3, 3, 3)),
     "grouped": (lambda: nn.Conv2d(4, 6, 2, groups=2), (4, 3, 3)),
     "dilated": (lambda: nn.Conv2d(2, 2, 2, dilation=2), (2, 4, 4)),
+    # Without factors: P is diagonal.
+    "norm": (lambda: nn.LayerNorm(4), (3, 4)),
+    "norm without bias": (lambda: nn.RMSNorm(5), (5,)),
+    "slopes": (lambda: nn.PReLU(3), (3, 4)),
+    "embedding": (lambda: nn.Embedding(7, 3), (2,)),
 }
 
 
-def batch(layer: nn.Module, shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+def batch(
+    layer: nn.Module, shape: tuple[int, ...], seed: int
+) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(6, *shape, generator=draw, dtype=F64)
+    if isinstance(layer, nn.Embedding):
+        x = torch.randint(layer.num_embeddings, (6, *shape), generator=draw)
+    else:
+        x = torch.randn(6, *shape, generator=draw, dtype=F64)
     return x, torch.randn(layer(x).shape, generator=draw, dtype=F64)
 
 
 def moments(
     layer: nn.Module, x: Tensor, target: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """C_A, C_G, M and E u² of a layer on one batch, and the gradient: vectors are (h, n_G, n_A), row by row."""
+) -> tuple[list[Tensor], Tensor]:
+    """M and what P is made of, which is C_A and C_G or E u², on one batch; and the gradient."""
     out = layer(x)
-    (g,) = torch.autograd.grad(naive.loss_of(out, target), out, retain_graph=True)
-    A, G = naive.sides(layer, x, len(x) * g)
+    loss = naive.loss_of(out, target)
+    (g,) = torch.autograd.grad(loss, out, retain_graph=True)
     u = together(layer, naive.per_sample_gradients(layer, x, target))
-    grad = together(
-        layer,
-        naive.flat(
-            torch.autograd.grad(naive.loss_of(out, target), list(layer.parameters()))
-        )[None],
-    )[0]
-    return A.mT @ A, G.mT @ G, naive.fisher(u), u.square().mean(0), grad
+    grads = naive.flat(torch.autograd.grad(loss, list(layer.parameters())))
+    grad = together(layer, grads[None])[0]
+    if not factored(layer):
+        return [naive.fisher(u), u.square().mean(0)], grad
+    A, G = naive.sides(layer, x, len(x) * g)
+    return [naive.fisher(u), A.mT @ A / len(x), G.mT @ G / len(x)], grad
 
 
-def metric(
-    base: str, C_A: Tensor, C_G: Tensor, v: Tensor, power: float, least: float = 0.0
-) -> Tensor:
+def metric(seen: list[Tensor], power: float, least: float = 0.0) -> Tensor:
     """P, dense; `least`: the λ that bounds a P that is alone."""
-    if base == "kronecker":
+    if len(seen) == 3:
+        _, C_A, C_G = seen
         return naive.kronecker_metric(C_A, C_G, power, max(FLOOR, least**0.5))
-    return naive.diagonal_metric(v, power, max(FLOOR, least))
+    return naive.diagonal_metric(seen[1], power, max(FLOOR, least))
+
+
+def eigenvalues(seen: list[Tensor]) -> tuple[Tensor, float]:
+    """Those of C before any power, and the mean that a relative damping is in units of."""
+    if len(seen) == 2:
+        return seen[1], float(seen[1].mean())
+    _, C_A, C_G = seen
+    sides = zip(C_G, C_A, strict=True)
+    e = torch.cat(
+        [torch.kron(*map(torch.linalg.eigvalsh, pair)) for pair in sides]
+    )
+    means = (C.diagonal(dim1=1, dim2=2).mean() for C in (C_A, C_G))
+    return e, math.prod(map(float, means))
+
+
+def factored(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear | nn.Conv2d)
 
 
 def together(layer: nn.Module, rows: Tensor) -> Tensor:
-    """Gradients of weight and bias (…, n), one after the other -> the bias as one more column of the weight."""
-    weight = rows[:, : layer.weight.numel()].unflatten(1, (layer.weight.shape[0], -1))
-    return (
-        weight
-        if layer.bias is None
-        else torch.cat([weight, rows[:, layer.weight.numel() :, None]], 2)
+    """Gradients of weight and bias (…, n), one after the other -> the bias as one more column of the weight's matrix."""
+    if not factored(layer) or layer.bias is None:
+        return rows
+    weight = rows[:, : layer.weight.numel()].unflatten(
+        1, (layer.weight.shape[0], -1)
+    )
+    return torch.cat(
+        [weight, rows[:, layer.weight.numel() :, None]], 2
     ).flatten(1)
 
 
@@ -84,161 +113,152 @@ def step(
     naive.loss_of(layer(x), target).backward()
     opt.step()
     moved = naive.flat(
-        [b - p.detach() for b, p in zip(before, layer.parameters(), strict=True)]
+        [
+            b - p.detach()
+            for b, p in zip(before, layer.parameters(), strict=True)
+        ]
     )[None]
     for b, p in zip(before, layer.parameters(), strict=True):
         p.data.copy_(b)
     return together(layer, moved)[0]
 
 
+def off(got: Tensor, P: Tensor, g: Tensor) -> float:
+    """How far a direction is from P⁻¹g."""
+    return naive.relative_error(got, torch.linalg.solve(P, g))
+
+
 @pytest.mark.parametrize("power", [1.0, 0.5, 0.25])
-@pytest.mark.parametrize("base", ["kronecker", "diagonal"])
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("form", ["merged", "explicit", "implicit"])
 def test_each_base_gives_the_dense_direction(
-    kind: str, base: str, power: float, form: str
+    kind: str, power: float, form: str
 ) -> None:
     make, shape = LAYERS[kind]
     layer = make().to(F64)
     x, target = batch(layer, shape, 1)
     curvature = seng.Curvature(
-        form, base=base, power=power, rank=1000, decay=0, graft=False
+        form, base="kronecker", power=power, rank=1000, decay=0, graft=False
     )
-    opt = seng.SENG(layer, lr=1.0, momentum=0.0, damping=0.03, curvature=curvature)
-    C_A, C_G, M, v, g = moments(layer, x, target)
-    P = metric(base, C_A, C_G, v, power)
-    want = naive.based_direction(M, P, g, 0.03)
+    opt = seng.SENG(
+        layer, lr=1.0, momentum=0.0, damping=0.03, curvature=curvature
+    )
+    seen, g = moments(layer, x, target)
+    want = naive.based_direction(seen[0], metric(seen, power), g, 0.03)
     assert naive.relative_error(step(opt, layer, x, target), want) < 1e-9
 
 
-@pytest.mark.parametrize("base", ["kronecker", "diagonal"])
-@pytest.mark.parametrize("kind", ["linear", "convolution", "grouped"])
+@pytest.mark.parametrize("kind", ["linear", "convolution", "grouped", "norm"])
 def test_averaged_curvature_is_carried_over_to_the_new_coordinates(
-    kind: str, base: str
+    kind: str,
 ) -> None:
     make, shape = LAYERS[kind]
     layer = make().to(F64)
-    curvature = seng.Curvature(base=base, rank=1000, decay=0.7, graft=False)
+    curvature = seng.Curvature(
+        base="kronecker", rank=1000, decay=0.7, graft=False
+    )
     opt = seng.SENG(
-        layer, lr=1.0, momentum=0.0, damping=0.03, refresh_every=1, curvature=curvature
+        layer,
+        lr=1.0,
+        momentum=0.0,
+        damping=0.03,
+        refresh_every=1,
+        curvature=curvature,
     )
     mean: list[Tensor] = []
     for seed in range(3):
         x, target = batch(layer, shape, seed)
-        *new, g = moments(layer, x, target)
-        mean = (
-            [0.7 * a + 0.3 * b for a, b in zip(mean, new, strict=True)] if mean else new
-        )
-        C_A, C_G, M, v = mean
-        P = metric(base, C_A, C_G, v, 0.5)
-        want = naive.based_direction(M, P, g, 0.03)
+        new, g = moments(layer, x, target)
+        mean = [
+            0.7 * a + 0.3 * b for a, b in zip(mean or new, new, strict=True)
+        ]
+        want = naive.based_direction(mean[0], metric(mean, 0.5), g, 0.03)
         assert naive.relative_error(step(opt, layer, x, target), want) < 1e-9
 
 
 @pytest.mark.parametrize("damping", [1e-6, 0.03, 2.0])
-@pytest.mark.parametrize("kind", ["convolution", "linear", "grouped"])
-@pytest.mark.parametrize("base", ["kronecker", "diagonal"])
+@pytest.mark.parametrize(
+    "kind", ["convolution", "linear", "grouped", "norm", "embedding"]
+)
 def test_without_low_rank_it_is_the_inverse_of_p_bounded_by_the_damping(
-    base: str, kind: str, damping: float
+    kind: str, damping: float
 ) -> None:
     make, shape = LAYERS[kind]
     layer = make().to(F64)
     x, target = batch(layer, shape, 1)
-    curvature = seng.Curvature(base=base, rank=0, decay=0, graft=False)
+    curvature = seng.Curvature(base="kronecker", rank=0, decay=0, graft=False)
     opt = seng.SENG(
-        layer, 1.0, momentum=0.0, damping=damping, refresh_every=2, curvature=curvature
+        layer,
+        1.0,
+        momentum=0.0,
+        damping=damping,
+        refresh_every=2,
+        curvature=curvature,
     )
-    C_A, C_G, _, v, g = moments(layer, x, target)
-    P = metric(base, C_A, C_G, v, 0.5, damping)
+    seen, g = moments(layer, x, target)
     assert (
-        naive.relative_error(step(opt, layer, x, target), torch.linalg.solve(P, g))
-        < 1e-9
+        off(step(opt, layer, x, target), metric(seen, 0.5, damping), g) < 1e-9
     )
-    opt.param_groups[0]["damping"] = 0.1  # acts at the next step, which is no refresh
-    P = metric(base, C_A, C_G, v, 0.5, 0.1)
-    assert (
-        naive.relative_error(step(opt, layer, x, target), torch.linalg.solve(P, g))
-        < 1e-9
+    opt.param_groups[0]["damping"] = (
+        0.1  # acts at the next step, which is no refresh
     )
+    assert off(step(opt, layer, x, target), metric(seen, 0.5, 0.1), g) < 1e-9
     (numbers,) = opt.diagnostics().values()
-    e = (
-        torch.cat(
-            [
-                torch.kron(*map(torch.linalg.eigvalsh, pair))
-                for pair in zip(C_G, C_A, strict=True)
-            ]
-        )
-        / len(x) ** 2
-    )
-    mean = (
-        float(C_A.diagonal(dim1=1, dim2=2).mean() * C_G.diagonal(dim1=1, dim2=2).mean())
-        / len(x) ** 2
-    )
-    e, mean = (v, float(v.mean())) if base == "diagonal" else (e, mean)
-    assert (
-        numbers["columns"] == 0
-        and numbers["base"] == base
-        and numbers["solves_failed"] == 0
-    )
-    assert numbers["top_eigenvalue"] == pytest.approx(float(e.max())) and numbers[
-        "damping"
-    ] == pytest.approx(0.1 * mean)
+    e, mean = eigenvalues(seen)
+    assert numbers["base"] == ("kronecker" if factored(layer) else "diagonal")
+    assert numbers["columns"] == 0 and numbers["solves_failed"] == 0
+    assert numbers["top_eigenvalue"] == pytest.approx(float(e.max()))
+    assert numbers["damping"] == pytest.approx(0.1 * mean)
     assert numbers["effective_rank"] == pytest.approx(float(e.sum() / e.max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("relative", [True, False])
-@pytest.mark.parametrize("base", ["kronecker", "diagonal"])
+@pytest.mark.parametrize("graft", [True, False])
 def test_p_alone_with_much_damping_is_sgd(
-    base: str, relative: bool, dtype: torch.dtype
+    graft: bool, relative: bool, dtype: torch.dtype
 ) -> None:
-    """For every size of factor, whole or not; and grafted or not."""
+    """For every size of factor, whole or not, and a norm; grafted or not."""
     torch.manual_seed(0)
-    for graft in (True, False):
-        model = nn.Sequential(
-            nn.Conv2d(2, 6, 3),
-            nn.BatchNorm2d(6),
-            nn.Flatten(),
-            nn.Linear(24, 40),
-            nn.Linear(40, 3),
-        ).to(dtype)
-        twin = copy.deepcopy(model)
-        curvature = seng.Curvature(
-            base=base, rank=0, base_rank=16, relative_damping=relative, graft=graft
-        )
-        pairs = (
-            (
-                model,
-                seng.SENG(
-                    model, 0.1, damping=1e12, refresh_every=2, curvature=curvature
-                ),
-            ),
-            (twin, torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)),
-        )
-        for net, opt in pairs:
-            for seed in range(4):
-                x = torch.randn(
-                    8,
-                    2,
-                    4,
-                    4,
-                    generator=torch.Generator().manual_seed(seed),
-                    dtype=dtype,
-                )
-                opt.zero_grad()
-                net(x).square().mean().backward()
-                opt.step()
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(
-                p,
-                q,
-                rtol=1e-9 if dtype == F64 else 1e-5,
-                atol=1e-12 if dtype == F64 else 1e-7,
-            )
+    model = nn.Sequential(
+        nn.Conv2d(2, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.Flatten(),
+        nn.Linear(24, 40),
+        nn.Linear(40, 3),
+    ).to(dtype)
+    twin = copy.deepcopy(model)
+    curvature = seng.Curvature(
+        base="kronecker",
+        rank=0,
+        base_rank=16,
+        relative_damping=relative,
+        graft=graft,
+    )
+    opt = seng.SENG(
+        model, 0.1, damping=1e12, refresh_every=2, curvature=curvature
+    )
+    sgd = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)
+    for net, optimizer in ((model, opt), (twin, sgd)):
+        for seed in range(4):
+            draw = torch.Generator().manual_seed(seed)
+            x = torch.randn(8, 2, 4, 4, generator=draw, dtype=dtype)
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+    near = (
+        {"rtol": 1e-9, "atol": 1e-12}
+        if dtype == F64
+        else {"rtol": 1e-5, "atol": 1e-7}
+    )
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, **near)
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_p_alone_with_much_damping_is_sgd_where_a_side_is_zero(relative: bool) -> None:
+def test_p_alone_with_much_damping_is_sgd_where_a_side_is_zero(
+    relative: bool,
+) -> None:
     """The first layer behind a last one of zeros: no gradient reaches it in the first step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(F64)
@@ -261,29 +281,27 @@ def test_p_alone_with_much_damping_is_sgd_where_a_side_is_zero(relative: bool) -
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
-def test_an_absolute_damping_bounds_the_eigenvalues_themselves() -> None:
-    layer = nn.Linear(4, 3).to(F64)
-    x, target = batch(layer, (4,), 1)
-    C_A, C_G, _, v, g = moments(layer, x, target)
-    mean = (
-        float(C_A.diagonal(dim1=1, dim2=2).mean() * C_G.diagonal(dim1=1, dim2=2).mean())
-        / len(x) ** 2
+@pytest.mark.parametrize("kind", ["linear", "norm"])
+def test_an_absolute_damping_bounds_the_eigenvalues_themselves(
+    kind: str,
+) -> None:
+    make, shape = LAYERS[kind]
+    layer = make().to(F64)
+    x, target = batch(layer, shape, 1)
+    seen, g = moments(layer, x, target)
+    unit = eigenvalues(seen)[1]
+    curvature = seng.Curvature(
+        base="kronecker", rank=0, decay=0, graft=False, relative_damping=False
     )
-    for base, unit in (("kronecker", mean), ("diagonal", float(v.mean()))):
-        curvature = seng.Curvature(
-            base=base, rank=0, decay=0, graft=False, relative_damping=False
-        )
-        opt = seng.SENG(
-            layer, 1.0, momentum=0.0, damping=0.2 * unit, curvature=curvature
-        )
-        P = metric(base, C_A, C_G, v, 0.5, 0.2)
-        assert (
-            naive.relative_error(step(opt, layer, x, target), torch.linalg.solve(P, g))
-            < 1e-9
-        )
+    opt = seng.SENG(
+        layer, 1.0, momentum=0.0, damping=0.2 * unit, curvature=curvature
+    )
+    assert off(step(opt, layer, x, target), metric(seen, 0.5, 0.2), g) < 1e-9
 
 
-def test_much_damping_leaves_the_inverse_of_p_where_there_is_low_rank() -> None:
+def test_much_damping_leaves_the_inverse_of_p_where_there_is_low_rank() -> (
+    None
+):
     layer = nn.Linear(4, 3).to(F64)
     x, target = batch(layer, (4,), 1)
     setting = {"base": "kronecker", "decay": 0, "graft": False}
@@ -305,20 +323,22 @@ def test_much_damping_leaves_the_inverse_of_p_where_there_is_low_rank() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "curvature", [{"base": "kronecker"}, {"base": "diagonal"}, {"graft": True}]
-)
-def test_grafted_directions_have_the_length_of_the_gradient(curvature: dict) -> None:
-    layer = nn.Linear(4, 3).to(F64)
-    x, target = batch(layer, (4,), 1)
-    g = moments(layer, x, target)[-1]
+@pytest.mark.parametrize("kind", ["linear", "norm"])
+@pytest.mark.parametrize("curvature", [{"base": "kronecker"}, {}])
+def test_grafted_directions_have_the_length_of_the_gradient(
+    curvature: dict[str, str], kind: str
+) -> None:
+    make, shape = LAYERS[kind]
+    layer = make().to(F64)
+    x, target = batch(layer, shape, 1)
+    _, g = moments(layer, x, target)
     own, plain = (
         step(
             seng.SENG(
                 layer,
                 1.0,
                 momentum=0.0,
-                curvature=seng.Curvature(**{**curvature, "graft": graft}),
+                curvature=seng.Curvature(**curvature, graft=graft),
             ),
             layer,
             x,
@@ -343,16 +363,18 @@ def test_sketched_factors_come_closer_as_their_rank_grows() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(60, 40).to(F64)
     x = torch.randn(300, 60, dtype=F64) * torch.logspace(0, -2, 60, dtype=F64)
-    target = layer(x).detach() + torch.randn(300, 40, dtype=F64) * torch.logspace(
-        0, -2, 40, dtype=F64
-    )
+    target = layer(x).detach() + torch.randn(
+        300, 40, dtype=F64
+    ) * torch.logspace(0, -2, 40, dtype=F64)
 
     def direction(rank: int) -> Tensor:
         curvature = seng.Curvature(
             base="kronecker", base_rank=rank, rank=1000, decay=0, graft=False
         )
         return step(
-            seng.SENG(layer, 1.0, momentum=0.0, damping=0.03, curvature=curvature),
+            seng.SENG(
+                layer, 1.0, momentum=0.0, damping=0.03, curvature=curvature
+            ),
             layer,
             x,
             target,
@@ -360,10 +382,23 @@ def test_sketched_factors_come_closer_as_their_rank_grows() -> None:
 
     exact = direction(61)  # the bias is one more
     errors = [
-        naive.relative_error(direction(rank), exact) for rank in (4, 8, 16, 32, 48)
+        naive.relative_error(direction(rank), exact)
+        for rank in (4, 8, 16, 32, 48)
     ]
-    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.06 * errors[0]
+    assert (
+        errors == sorted(errors, reverse=True)
+        and errors[-1] < 0.06 * errors[0]
+    )
     assert naive.relative_error(direction(1000), exact) == 0
+
+
+def update(
+    old: Factor | None, X: Tensor, rank: int, decay: float = 0.5, seed: int = 0
+) -> Factor:
+    """`updated` by XXᵀ, where that is finite."""
+    seen = Moment(X)
+    draw = torch.Generator().manual_seed(seed)
+    return updated(old, seen, rank, decay, draw, seen.trace.isfinite())
 
 
 class TestFactor:
@@ -371,59 +406,56 @@ class TestFactor:
 
     def draw(self, n: int = 30, N: int = 100, h: int = 2) -> Tensor:
         scale = torch.logspace(0, -3, n, dtype=F64)[:, None]
-        return (
-            torch.randn(
-                h, n, N, dtype=F64, generator=torch.Generator().manual_seed(n + N)
-            )
-            * scale
-        )
+        draw = torch.Generator().manual_seed(n + N)
+        return torch.randn(h, n, N, dtype=F64, generator=draw) * scale
+
+    def dense(self, factor: Factor) -> Tensor:
+        return factor.times(torch.eye(30, dtype=F64).expand(2, 30, 30))
 
     def test_the_leading_directions_are_found(self) -> None:
         X = self.draw()
-        found = updated(
-            None, Moment(X, nothing), 8, 0.5, torch.Generator().manual_seed(0)
-        )
+        found = update(None, X, 8)
         e, V = torch.linalg.eigh(X @ X.mT)
-        torch.testing.assert_close(found.s, e.flip(1)[:, :8], rtol=1e-6, atol=0)
-        leading = V.flip(2)[:, :, :5]
         torch.testing.assert_close(
-            found.V.mT @ found.V,
-            torch.eye(8, dtype=F64).expand(2, 8, 8),
-            atol=1e-10,
-            rtol=0,
+            found.s, e.flip(1)[:, :8], rtol=1e-6, atol=0
         )
-        assert float((leading - found.V @ (found.V.mT @ leading)).norm()) < 1e-3
+        leading = V.flip(2)[:, :, :5]
+        eye = torch.eye(8, dtype=F64).expand(2, 8, 8)
+        torch.testing.assert_close(
+            found.V.mT @ found.V, eye, atol=1e-10, rtol=0
+        )
+        assert (
+            float((leading - found.V @ (found.V.mT @ leading)).norm()) < 1e-3
+        )
         torch.testing.assert_close(found.trace, e.sum(1))
 
     def test_the_range_finder_goes_on_from_where_it_was(self) -> None:
         """A constant C is found better and better, a product or two a refresh."""
+        draw = torch.Generator().manual_seed(3)
         X = torch.randn(
-            1, 60, 200, dtype=F64, generator=torch.Generator().manual_seed(3)
-        )  # a flat spectrum: the hard case
+            1, 60, 200, dtype=F64, generator=draw
+        )  # flat: the hard case
         C = X @ X.mT
         best = torch.linalg.eigvalsh(C)[:, -8:].sum()
         found, shares = None, []
         for i in range(6):
-            found = updated(
-                found, Moment(X, nothing), 8, 0.9, torch.Generator().manual_seed(i)
-            )
-            shares.append(
-                float((found.V.mT @ C @ found.V).diagonal(dim1=1, dim2=2).sum() / best)
-            )
-        assert shares[-1] > shares[0] and shares[-1] > 0.95 and max(shares) <= 1 + 1e-9
+            found = update(found, X, 8, 0.9, seed=i)
+            seen = (found.V.mT @ C @ found.V).diagonal(dim1=1, dim2=2).sum()
+            shares.append(float(seen / best))
+        assert (
+            shares[-1] > shares[0]
+            and shares[-1] > 0.95
+            and max(shares) <= 1 + 1e-9
+        )
 
     def test_large_moments_are_never_formed(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         X = self.draw()
-        small = updated(
-            None, Moment(X, nothing), 8, 0.5, torch.Generator().manual_seed(0)
-        )
+        small = update(None, X, 8)
         monkeypatch.setattr("seng.metrics.factor.GRAM", 0)
-        seen = Moment(X, nothing)
-        large = updated(None, seen, 8, 0.5, torch.Generator().manual_seed(0))
-        assert "_local" not in vars(seen)
-        torch.testing.assert_close(large.s, small.s)
+        monkeypatch.setattr(Moment, "_gram", property(forbidden))
+        torch.testing.assert_close(update(None, X, 8).s, small.s)
 
     @pytest.mark.parametrize("rank", [8, 30])
     def test_without_eigh_it_comes_near(
@@ -431,33 +463,17 @@ class TestFactor:
     ) -> None:
         """As on a GPU, where nothing waits: after some refreshes C^p is nearly what `eigh` makes of it."""
         X = self.draw()
+        one = torch.ones(2, 1, 1, dtype=F64)
+        eye = torch.eye(60, dtype=F64)  # of two groups
 
         def root() -> Tensor:
             found = None
             for i in range(6):
-                found = updated(
-                    found,
-                    Moment(X, nothing),
-                    rank,
-                    0.9,
-                    torch.Generator().manual_seed(i),
-                )
-            base = Kronecker(
-                found,
-                Factor(
-                    torch.eye(1, dtype=F64).expand(2, 1, 1),
-                    torch.ones(2, 1),
-                    torch.zeros(2),
-                ),
-                0.5,
+                found = update(found, X, rank, 0.9, seed=i)
+            state = KroneckerState(
+                found, Factor(one, one[:, 0], 0 * one[:, 0, 0]), 0.5
             )
-            return base.times(
-                torch.eye(30, dtype=F64)
-                .expand(2, 30, 30)
-                .unflatten(2, (30, 1))
-                .permute(2, 0, 1, 3),
-                -0.5,
-            )
+            return state.to_power(-0.5).rows(eye)
 
         want = root()
         monkeypatch.setattr("seng.metrics.factor.exactly", lambda X, n: False)
@@ -465,25 +481,13 @@ class TestFactor:
 
     def test_fewer_samples_than_directions(self) -> None:
         X = self.draw(n=30, N=5)
-        found = updated(
-            None, Moment(X, nothing), 8, 0.5, torch.Generator().manual_seed(0)
-        )
-        assert (
-            found.V.isfinite().all()
-            and found.s.isfinite().all()
-            and (found.rest >= 0).all()
-        )
-        C = found.times(torch.eye(30, dtype=F64).expand(2, 30, 30))
-        assert naive.relative_error(C, X @ X.mT) < 1e-6
+        found = update(None, X, 8)
+        assert found.V.isfinite().all() and found.s.isfinite().all()
+        assert (found.rest >= 0).all()
+        assert naive.relative_error(self.dense(found), X @ X.mT) < 1e-6
 
     def test_no_samples_and_no_size(self) -> None:
-        found = updated(
-            None,
-            Moment(torch.zeros(1, 6, 0, dtype=F64), nothing),
-            3,
-            0.5,
-            torch.Generator(),
-        )
+        found = update(None, torch.zeros(1, 6, 0, dtype=F64), 3)
         kept_values, others = found.eigenvalues(0.5)  # of a C that is zero
         torch.testing.assert_close(kept_values, torch.ones_like(kept_values))
         torch.testing.assert_close(others, torch.ones_like(others))
@@ -491,41 +495,33 @@ class TestFactor:
     @pytest.mark.parametrize("rank", [4, 30])
     def test_what_is_not_finite_is_left_out(self, rank: int) -> None:
         X = self.draw()
-        before = updated(
-            None, Moment(X, nothing), rank, 0.5, torch.Generator().manual_seed(0)
-        )
+        before = update(None, X, rank)
         bad = X.clone()
         bad[0, 0, 0] = torch.nan
-        after = updated(
-            before, Moment(bad, nothing), rank, 0.5, torch.Generator().manual_seed(1)
-        )
-        C, D = (
-            f.times(torch.eye(30, dtype=F64).expand(2, 30, 30)) for f in (before, after)
-        )
-        assert (
-            naive.relative_error(D[0], C[0]) < 1e-9
-            and naive.relative_error(D[1], C[1]) < 0.1
-        )
+        C, D = map(self.dense, (before, update(before, bad, rank, seed=1)))
+        assert naive.relative_error(D[0], C[0]) < 1e-9
+        assert naive.relative_error(D[1], C[1]) < 0.1
 
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-    def test_few_columns_are_not_multiplied_out(self, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize(
+        "dtype", [torch.float64, torch.float32, torch.bfloat16]
+    )
+    def test_few_columns_are_not_multiplied_out(
+        self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         X = self.draw(n=30, N=7).to(dtype)
-        seen = Moment(X, nothing, 0.5)
-        Z = torch.randn(
-            2,
-            30,
-            4,
-            dtype=torch.promote_types(dtype, torch.float32),
-            generator=torch.Generator().manual_seed(0),
-        )
-        torch.testing.assert_close(
-            seen.times(Z),
-            (0.5 * X.to(Z.dtype) @ X.to(Z.dtype).mT) @ Z,
-            rtol=1e-4,
-            atol=1e-5,
-        )
-        torch.testing.assert_close(seen.trace, 0.5 * X.to(Z.dtype).square().sum((1, 2)))
-        assert "_local" not in vars(seen)
+        monkeypatch.setattr(Moment, "_gram", property(forbidden))
+        seen = Moment(X, scale=0.5)
+        wide = torch.promote_types(dtype, torch.float32)
+        draw = torch.Generator().manual_seed(0)
+        Z = torch.randn(2, 30, 4, dtype=wide, generator=draw)
+        X = X.to(wide)
+        near = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(seen.times(Z), (0.5 * X @ X.mT) @ Z, **near)
+        torch.testing.assert_close(seen.trace, 0.5 * X.square().sum((1, 2)))
+
+
+def forbidden(_: Moment) -> Tensor:
+    raise AssertionError("XXᵀ is not to be formed")
 
 
 def test_the_inputs_of_a_convolution_side_by_side() -> None:
@@ -535,14 +531,25 @@ def test_the_inputs_of_a_convolution_side_by_side() -> None:
         ((1, 1), (1, 1), (0, 0), (1, 1), 0),
     ):
         a = torch.randn(5, 3, 7, 6)
-        out = nn.functional.unfold(a, kernel, dilation, padding, stride).shape[2]
+        out = nn.functional.unfold(a, kernel, dilation, padding, stride).shape[
+            2
+        ]
         U = Windows(
-            torch.randn(5, 4, out, 1), a, kernel, stride, padding, dilation, bias
+            torch.randn(5, 4, out, 1),
+            a,
+            kernel,
+            stride,
+            padding,
+            dilation,
+            bias,
         )
-        A = U.implicit().A[:, 0]  # (ϱ, n_A, κ)
-        assert torch.equal(U.inputs(), A.permute(1, 0, 2).flatten(1))
+        A = nn.functional.unfold(
+            a, kernel, dilation, padding, stride
+        )  # (ϱ, n_A, κ)
+        A = torch.cat([A, torch.ones(5, bias, out)], 1)
+        assert torch.equal(U.inputs()[0], A.permute(1, 0, 2).flatten(1))
         assert torch.equal(
-            U.inputs(slice(1, None, 2)), A[1::2].permute(1, 0, 2).flatten(1)
+            U.inputs(slice(1, None, 2))[0], A[1::2].permute(1, 0, 2).flatten(1)
         )
 
 
@@ -552,7 +559,7 @@ def test_of_many_positions_some_samples_are_enough_but_in_float64() -> None:
         torch.randn(64, 1, 4, 36),
         torch.randn(64, 1, 5, 36) * torch.logspace(0, -1, 5)[:, None],
     )
-    whole, some = _inputs(U, nothing), _inputs(U.to(torch.float32), nothing)
+    whole, some = inputs(U, ALONE), inputs(U.to(torch.float32), ALONE)
     assert whole.X.shape[2] == 64 * 36 and some.X.shape[2] == 16 * 36
     torch.testing.assert_close(
         whole.dense(), torch.einsum("ihnk,ihmk->hnm", U.A, U.A) / 64
@@ -561,9 +568,9 @@ def test_of_many_positions_some_samples_are_enough_but_in_float64() -> None:
     few = Implicit(torch.randn(64, 1, 4, 1), torch.randn(64, 1, 50, 1)).to(
         torch.float32
     )
-    assert _inputs(few, nothing).X.shape[2] == 64  # none to spare
+    assert inputs(few, ALONE).X.shape[2] == 64  # none to spare
     firsts = {
-        float(_inputs(U.to(torch.float32), nothing, 1, seed).X[0, 0, 0])
+        float(inputs(U.to(torch.float32), ALONE, seed).X[0, 0, 0])
         for seed in range(8)
     }
     assert firsts == set(
@@ -578,30 +585,23 @@ def test_what_few_samples_had_counts_as_seen_and_no_more() -> None:
         X = torch.randn(
             1, 60, 10, generator=torch.Generator().manual_seed(seed), dtype=F64
         )
-        found = updated(
-            found, Moment(X, nothing), 8, 0.5, torch.Generator().manual_seed(0)
-        )
+        found = update(found, X, 8)
         assert float(found.count) == count
-        kept_values, others = found.eigenvalues(
-            0.5, noise=0.25
-        )  # so much of it that the floor is above the others
+        # So much noise that the floor is above the others.
+        kept_values, others = found.eigenvalues(0.5, noise=0.25)
         floor = (60 - count) / count
-        assert (
-            float(others) == pytest.approx(floor**0.5)
-            and float(kept_values.min()) >= floor**0.5
-        )
-    again = updated(found, Moment(X, nothing), 8, 0.0, torch.Generator().manual_seed(0))
-    assert float(again.count) == 10  # the others are gone
+        assert float(others) == pytest.approx(floor**0.5)
+        assert float(kept_values.min()) >= floor**0.5
+    assert float(update(found, X, 8, 0.0).count) == 10  # the others are gone
 
 
 def test_factors_in_half_precision_are_reduced_and_stay_so() -> None:
     """As on a GPU, where captured factors stay in bfloat16, for which there is no QR."""
     torch.manual_seed(0)
-    U = Implicit(
-        torch.randn(4, 1, 6, 5).to(torch.bfloat16),
-        torch.randn(4, 1, 7, 5).to(torch.bfloat16),
-    )
-    small = _factors(U, 5 - 2, seng.Curvature("implicit", decay=0), torch.Generator())
+    sides = (torch.randn(4, 1, n, 5).to(torch.bfloat16) for n in (6, 7))
+    U = Implicit(*sides)
+    metric = LowRank(seng.Curvature("implicit", decay=0))
+    small = metric._factors(U, 5 - 2, torch.Generator)
     assert small.G.dtype == small.A.dtype == torch.bfloat16 and small.rank == 3
     whole = U.to(F64).explicit().U
     assert naive.relative_error(small.to(F64).explicit().U, whole) < 0.7
@@ -610,66 +610,86 @@ def test_factors_in_half_precision_are_reduced_and_stay_so() -> None:
 def test_the_mean_eigenvalue_is_one_over_all_groups() -> None:
     torch.manual_seed(0)
     scale = torch.tensor([1.0, 10.0, 0.0], dtype=F64)[:, None, None]
-    G, A = (
-        updated(
-            None,
-            Moment(scale * torch.randn(3, n, 20), nothing),
-            r,
-            0.5,
-            torch.Generator(),
-        )
-        for n, r in ((5, 2), (7, 9))
-    )
-    eye = torch.eye(3 * 35, dtype=F64).unflatten(1, (3, 5, 7))
+    sizes = ((5, 2), (7, 9))
+    G, A = (update(None, scale * torch.randn(3, n, 20), r) for n, r in sizes)
+    eye = torch.eye(3 * 35, dtype=F64)
     for power in (0.25, 0.5, 1.0):
-        base = Kronecker(G, A, power)
-        P = torch.linalg.inv(base.times(eye, -1.0).flatten(1))
-        torch.testing.assert_close(P.diagonal().mean(), torch.ones((), dtype=F64))
+        P = torch.linalg.inv(
+            KroneckerState(G, A, power).to_power(-1.0).rows(eye)
+        )
+        torch.testing.assert_close(
+            P.diagonal().mean(), torch.ones((), dtype=F64)
+        )
         small, large, none = P.diagonal().view(3, 35).mean(1)
         assert none < small < large
 
 
-def test_powers_of_a_base_undo_each_other() -> None:
+def states() -> list[KroneckerState | DiagonalState]:
     torch.manual_seed(0)
-    X = torch.randn(2, 1, 5, 7, dtype=F64)
-    A, G = (
-        updated(
-            None,
-            Moment(torch.randn(1, n, 20, dtype=F64), nothing),
-            4,
-            0.5,
-            torch.Generator(),
-        )
-        for n in (7, 5)
+    A, G = (update(None, torch.randn(1, n, 20, dtype=F64), 4) for n in (7, 5))
+    return [
+        KroneckerState(G, A, 0.5),
+        DiagonalState(torch.rand(35, dtype=F64), 0.5),
+    ]
+
+
+@pytest.mark.parametrize("state", states(), ids=["kronecker", "diagonal"])
+def test_powers_of_a_base_undo_each_other(
+    state: KroneckerState | DiagonalState,
+) -> None:
+    X = torch.randn(2, 35, dtype=F64)
+    root, back, whole = map(state.to_power, (-0.5, 0.5, -1.0))
+    torch.testing.assert_close(back.rows(root.rows(X)), X)
+    torch.testing.assert_close(root.rows(root.rows(X)), whole.rows(X))
+    rows = torch.stack([whole(x) for x in X])
+    torch.testing.assert_close(rows, whole.rows(X))
+    U = Implicit(
+        torch.randn(2, 1, 5, 3, dtype=F64), torch.randn(2, 1, 7, 3, dtype=F64)
     )
-    for base in (Kronecker(G, A, 0.5), Diagonal(torch.rand(35, dtype=F64), 0.5)):
-        torch.testing.assert_close(base.times(base.times(X, -0.5), 0.5), X)
-        torch.testing.assert_close(
-            base.times(base.times(X, -0.5), -0.5), base.times(X, -1.0)
+    for rank in (1, 3):  # as factors and as columns
+        got, want = (
+            root.of(U, rank).explicit().U,
+            root.rows(U.explicit().U.T).T,
         )
+        torch.testing.assert_close(got, want)
 
 
 def test_what_was_loaded_is_kept_only_if_it_is_asked_for() -> None:
-    eye = Factor(torch.eye(2)[None], torch.ones(1, 2), torch.zeros(1))
-    kronecker, diagonal = Kronecker(eye, eye, 0.5), Diagonal(torch.ones(4), 0.5)
-    assert (
-        kept(None, "identity", 0.5)
-        and kept(kronecker, "kronecker", 0.5)
-        and kept(diagonal, "diagonal", 0.5)
-    )
-    assert kept(diagonal, "kronecker", 0.5)  # of a layer without factors
-    assert (
-        not kept(None, "kronecker", 0.5)
-        and not kept(kronecker, "identity", 0.5)
-        and not kept(kronecker, "diagonal", 0.5)
-    )
-    assert not kept(kronecker, "kronecker", 1.0)
+    shape = (1, 5, 7)
+    kronecker, diagonal = states()
+    U = Implicit(torch.randn(2, *shape[:2], 1), torch.randn(2, 1, shape[2], 1))
+    over = {
+        P: LowRankState(U, IDENTITY, U.gram(), torch.ones(()), True, P)
+        for P in (None, kronecker, diagonal)
+    }
+    identity = LowRank(seng.Curvature())
+    based = LowRank(seng.Curvature(base="kronecker"))
+    other = LowRank(seng.Curvature(base="kronecker", power=1.0))
+    alone = Kronecker()
+    assert identity.accepts(over[None], shape) is not None
+    for state in (
+        kronecker,
+        diagonal,
+    ):  # the latter of a layer without factors
+        assert alone.accepts(state, shape) is not None
+        assert alone.accepts(state, (1, 5, 8)) is None
+        assert Kronecker(power=1.0).accepts(state, shape) is None
+        assert Kronecker(damp="tikhonov").accepts(state, shape) is None
+        assert based.accepts(over[state], shape) is not None
+        assert based.accepts(over[state], (1, 5, 8)) is None
+        for refusing in (identity, other, alone):
+            assert refusing.accepts(over[state], shape) is None
+        assert based.accepts(state, shape) is None
+    assert based.accepts(over[None], shape) is None
 
 
 def test_deepcopy_goes_on_as_the_original() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(64, 3),
     ).to(F64)
     opt = seng.SENG(
         model,
@@ -677,7 +697,10 @@ def test_deepcopy_goes_on_as_the_original() -> None:
         refresh_every=2,
         curvature=seng.Curvature(base="kronecker", base_rank=8),
     )
-    x, target = torch.randn(8, 2, 4, 4, dtype=F64), torch.randn(8, 3, dtype=F64)
+    x, target = (
+        torch.randn(8, 2, 4, 4, dtype=F64),
+        torch.randn(8, 3, dtype=F64),
+    )
 
     def train(m: nn.Module, o: torch.optim.Optimizer, steps: int) -> None:
         for _ in range(steps):

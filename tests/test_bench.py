@@ -49,7 +49,18 @@ def tiny_gpt2() -> nn.Module:
 
 
 TINY = Task(
-    "tiny", tiny_cnn, images, 8, 8, 4, True, pool=2, every=6, warm=3, window=2, rounds=2
+    "tiny",
+    tiny_cnn,
+    images,
+    8,
+    8,
+    4,
+    True,
+    pool=2,
+    every=6,
+    warm=3,
+    window=2,
+    rounds=2,
 )
 TINY_TEXT = Task(
     "tiny_text",
@@ -85,7 +96,9 @@ def dense(
 ) -> torch.Tensor:
     """λ(M + λI)⁻¹g by a dense solve."""
     M = naive.fisher(u)
-    lam = damping * float(torch.linalg.eigvalsh(M)[-1]) if relative else damping
+    lam = (
+        damping * float(torch.linalg.eigvalsh(M)[-1]) if relative else damping
+    )
     return lam * naive.dense_direction(M, g, lam)
 
 
@@ -106,7 +119,10 @@ def test_exact_direction_is_the_dense_solve(
         params = list(layer.parameters())
         u = naive.per_sample_gradients(model, x[:samples], y[:samples], params)
         want = dense(u, naive.flat(p.grad for p in params), damping, relative)
-        assert naive.relative_error(naive.flat(got[p] for p in params), want) < 1e-10
+        assert (
+            naive.relative_error(naive.flat(got[p] for p in params), want)
+            < 1e-10
+        )
 
 
 def test_exact_direction_takes_batch_statistics_as_given() -> None:
@@ -122,9 +138,13 @@ def test_exact_direction_takes_batch_statistics_as_given() -> None:
     )  # a copy, since the ReLU is in place
     hat = F.batch_norm(z.detach(), None, None, training=True)
     u = 7 * torch.cat([(g * hat).sum((2, 3)), g.sum((2, 3))], 1)
-    want = dense(u, naive.flat(p.grad for p in model[1].parameters()), 0.3, False)
+    want = dense(
+        u, naive.flat(p.grad for p in model[1].parameters()), 0.3, False
+    )
     assert (
-        naive.relative_error(naive.flat(got[p] for p in model[1].parameters()), want)
+        naive.relative_error(
+            naive.flat(got[p] for p in model[1].parameters()), want
+        )
         < 1e-10
     )
 
@@ -136,11 +156,17 @@ def test_seng_of_full_rank_takes_the_exact_direction(
     build, form: str, damping: float, relative: bool
 ) -> None:
     model = build()
-    curvature = seng.Curvature(form, rank=10**6, decay=0, relative_damping=relative)
-    opt = seng.SENG(model, 1.0, momentum=0, damping=damping, curvature=curvature)
+    curvature = seng.Curvature(
+        form, rank=10**6, decay=0, relative_damping=relative
+    )
+    opt = seng.SENG(
+        model, 1.0, momentum=0, damping=damping, curvature=curvature
+    )
     watch = Watch(model)
     if build is network:
-        naive.loss_of(model(torch.randn(7, 3, 5, 5)), torch.randn(7, 5)).backward()
+        naive.loss_of(
+            model(torch.randn(7, 3, 5, 5)), torch.randn(7, 5)
+        ).backward()
     else:
         x, y = TINY_TEXT.batches(0, torch.device("cpu"), 1)[0]
         TINY_TEXT.loss(model(x), y).backward()
@@ -149,7 +175,9 @@ def test_seng_of_full_rank_takes_the_exact_direction(
     found = compare(watch.sites, observed(opt, list(want)), want, grads)
     assert found.error < 1e-8 and found.worst_error < 1e-8
     assert found.cosine > 1 - 1e-12 and found.worst_cosine > 1 - 1e-12
-    assert found.cosine_to_gradient == pytest.approx(found.exact_cosine_to_gradient)
+    assert found.cosine_to_gradient == pytest.approx(
+        found.exact_cosine_to_gradient
+    )
     assert (
         0 < found.norm_to_gradient < 1 and found.cosine_to_gradient < 1 - 1e-4
     )  # no mere gradient
@@ -171,7 +199,9 @@ def test_compare_tells_what_is_wrong_and_where() -> None:
         2
     ) and found.worst_cosine == pytest.approx(-1)
     assert found.error == pytest.approx(
-        naive.relative_error(naive.flat(got.values()), naive.flat(want.values()))
+        naive.relative_error(
+            naive.flat(got.values()), naive.flat(want.values())
+        )
     )
 
 
@@ -179,17 +209,24 @@ def check(value: object) -> None:
     assert isinstance(value, float) and value > 0
 
 
-@pytest.mark.parametrize(("model", "damping"), [("tiny", None), ("tiny_text", 0.01)])
+@pytest.mark.parametrize(
+    ("model", "damping"), [("tiny", None), ("tiny_text", 0.01)]
+)
 def test_bench_measures_everything_and_writes_it(
     tiny: None, tmp_path: Path, model: str, damping: float | None, capsys
 ) -> None:
     assert bench.bench(
         Options(
-            Which((model,)), Changes(damping=damping), Amounts(device="cpu"), tmp_path
+            Which((model,)),
+            Changes(damping=damping),
+            Amounts(device="cpu"),
+            tmp_path,
         )
     )
     (path,) = tmp_path.glob("*.json")
-    change, word = ("", "") if damping is None else ("-damping0.01", " --damping 0.01")
+    change, word = (
+        ("", "") if damping is None else ("-damping0.01", " --damping 0.01")
+    )
     assert path.name == f"{model}{change}-cpu.json"
     result = json.loads(path.read_text())
     assert (
@@ -206,11 +243,12 @@ def test_bench_measures_everything_and_writes_it(
         [(1.0, False)] * len(contenders.CONTENDERS) if damping is None else []
     )
     assert [
-        (r["setting"]["damping"], r["setting"]["relative_damping"]) for r in rows
+        (r["setting"]["damping"], r["setting"]["relative_damping"])
+        for r in rows
     ] == dampings
-    assert [r["contender"] for r in rows[: len(contenders.CONTENDERS)]] == list(
-        contenders.CONTENDERS
-    )
+    assert [
+        r["contender"] for r in rows[: len(contenders.CONTENDERS)]
+    ] == list(contenders.CONTENDERS)
     for row in rows:
         if row["contender"] == "kfac" and "no seng.KFAC" in row["note"]:
             continue
@@ -225,9 +263,14 @@ def test_bench_measures_everything_and_writes_it(
             "loss",
         ):
             check(row[key])
-        assert (row["quality"] is None) == (row["contender"] in contenders.BASELINES)
+        assert (row["quality"] is None) == (
+            row["contender"] in contenders.BASELINES
+        )
         if row["quality"]:
-            assert isinstance(row["refresh_ms"], float) and row["setting"]["every"] == 6
+            assert (
+                isinstance(row["refresh_ms"], float)
+                and row["setting"]["every"] == 6
+            )
             assert row["quality"]["error"] < (
                 1e-3 if row["contender"] != "seng implicit" else 2
             )
@@ -250,7 +293,9 @@ def test_presets_and_changes_to_them(tiny: None, tmp_path: Path) -> None:
         amounts=Amounts(device="cpu"),
     )
     assert strong.path(task) == tmp_path / "resnet18-compiled-strong-cpu.json"
-    assert [(s.every, s.rank, s.decay, s.damping) for s in strong.settings(task)] == [
+    assert [
+        (s.every, s.rank, s.decay, s.damping) for s in strong.settings(task)
+    ] == [
         (20, 128, 0.8, 0.01),
         (20, 128, 0.8, 1.0),
     ]
@@ -259,7 +304,8 @@ def test_presets_and_changes_to_them(tiny: None, tmp_path: Path) -> None:
         amounts=Amounts(warm=0, device="cpu"),
     )
     assert [
-        (s.every, s.damping, s.relative_damping, s.rank) for s in changed.settings(task)
+        (s.every, s.damping, s.relative_damping, s.rank)
+        for s in changed.settings(task)
     ] == [(50, 2.0, False, 8)]
     assert (
         changed.path(task).name
@@ -291,7 +337,8 @@ def test_every_step_is_a_refresh_and_decay_leaves_forms_out(
         )
     )
     every, decay = (
-        json.loads(p.read_text())["rows"] for p in sorted(tmp_path.glob("*.json"))
+        json.loads(p.read_text())["rows"]
+        for p in sorted(tmp_path.glob("*.json"))
     )
     seng_row = every[1]
     assert (
@@ -300,7 +347,10 @@ def test_every_step_is_a_refresh_and_decay_leaves_forms_out(
         and seng_row["refresh_ms"] is None
     )
     check(seng_row["step_ms"])
-    assert "only the merged form" in decay[2]["note"] and decay[2]["step_ms"] is None
+    assert (
+        "only the merged form" in decay[2]["note"]
+        and decay[2]["step_ms"] is None
+    )
     check(decay[1]["ratio_to_sgd"])
 
 
@@ -315,7 +365,9 @@ def test_interrupted_it_keeps_what_is_finished(
         Options(Which(("tiny",)), amounts=Amounts(device="cpu"), out=tmp_path)
     )
     result = json.loads((tmp_path / "tiny-cpu.json").read_text())
-    assert not result["finished"] and result["rows"][6]["quality"]["error"] < 1e-3
+    assert (
+        not result["finished"] and result["rows"][6]["quality"]["error"] < 1e-3
+    )
     check(result["rows"][5]["peak_MiB"])
 
 
@@ -347,10 +399,17 @@ def test_a_contender_that_fails_does_not_stop_the_others(
 def test_a_refresh_is_spread_over_its_period() -> None:
     sgd, ours = Row("sgd", SETTING), Row("seng", SETTING)  # T = 20
     summarise(
-        [(sgd, [(1.0, 1.0), (2.0, 2.0)]), (ours, [(1.5, 1.0), (3.0, 2.0)])], window=10
+        [(sgd, [(1.0, 1.0), (2.0, 2.0)]), (ours, [(1.5, 1.0), (3.0, 2.0)])],
+        window=10,
     )
-    assert sgd.ratio_to_sgd == 1 and sgd.step_ms == 1500 and sgd.refresh_ms is None
-    assert ours.refresh_ms == 7500 and ours.idle_ms == 1500  # 10 × 0.5 and 10 × 1
+    assert (
+        sgd.ratio_to_sgd == 1
+        and sgd.step_ms == 1500
+        and sgd.refresh_ms is None
+    )
+    assert (
+        ours.refresh_ms == 7500 and ours.idle_ms == 1500
+    )  # 10 × 0.5 and 10 × 1
     assert ours.step_ms == pytest.approx(1e3 * (1.25 + 2.5) / 2)
     assert ours.ratio_to_sgd == pytest.approx(1.25)
 
@@ -383,9 +442,13 @@ def test_command_line_lists_its_commands(capsys) -> None:
         cli.main(["benhc"])
 
 
-def test_command_line_reads_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_reads_every_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: list[Options] = []
-    monkeypatch.setattr(bench, "bench", lambda options: given.append(options) or True)
+    monkeypatch.setattr(
+        bench, "bench", lambda options: given.append(options) or True
+    )
     words = "bench --models gpt2 vit_s16 --contenders sgd seng-merged --compile --rank 8 --every 10 --damping 2 --seed 3"
     cli.main(words.split())
     want = Options(
@@ -428,9 +491,13 @@ def test_muon_moves_the_weights_in_either_memory_format() -> None:
         torch.manual_seed(0)
         model = network().to(memory_format=layout)
         opt = contenders.MuonAndAdamW(model)
-        assert [tuple(m.shape) for m in opt.matrices] == [(4, 27)]  # not the head
+        assert [tuple(m.shape) for m in opt.matrices] == [
+            (4, 27)
+        ]  # not the head
         assert opt.matrices[0].data_ptr() == model[0].weight.data_ptr()
-        naive.loss_of(model(torch.ones(2, 3, 5, 5)), torch.ones(2, 5)).backward()
+        naive.loss_of(
+            model(torch.ones(2, 3, 5, 5)), torch.ones(2, 5)
+        ).backward()
         before = [p.detach().clone() for p in model.parameters()]
         opt.step()
         assert all(
@@ -439,7 +506,9 @@ def test_muon_moves_the_weights_in_either_memory_format() -> None:
             if p.grad.any()
         )
         moved.append(naive.flat(p.detach() for p in model.parameters()))
-    assert naive.relative_error(*moved) < 1e-2  # Muon orthogonalises in bfloat16
+    assert (
+        naive.relative_error(*moved) < 1e-2
+    )  # Muon orthogonalises in bfloat16
 
 
 def test_there_is_something_to_learn(float32: None) -> None:
@@ -473,7 +542,11 @@ def test_networks_have_the_published_size(
         model = getattr(models, name)()
         assert sum(p.numel() for p in model.parameters()) == parameters
         if name == "gpt2":
-            assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 50257)
+            assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (
+                2,
+                5,
+                50257,
+            )
         else:
             size = TASKS[name].size
             assert model(torch.zeros(2, 3, size, size)).shape == (
@@ -499,7 +572,9 @@ def test_gpt2_is_causal_and_its_parts_have_the_right_scale() -> None:
     )
 
 
-def test_transformers_train_under_seng_with_every_layer_captured(float32: None) -> None:
+def test_transformers_train_under_seng_with_every_layer_captured(
+    float32: None,
+) -> None:
     vit = models.ViT(2, 16, 2, 4, 8, 4)
     for model, task in ((tiny_gpt2(), TINY_TEXT), (vit, TINY)):
         if model is vit:
@@ -514,7 +589,9 @@ def test_transformers_train_under_seng_with_every_layer_captured(float32: None) 
         linear = [
             name
             for name, m in model.named_modules()
-            if isinstance(m, nn.Linear | nn.LayerNorm | nn.Embedding | nn.Conv2d)
+            if isinstance(
+                m, nn.Linear | nn.LayerNorm | nn.Embedding | nn.Conv2d
+            )
         ]
         covered = " + ".join(opt.diagnostics())
         assert all(name in covered for name in linear)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import seng
+from seng.tell.inspection import inspect
 
 FORMS = ("explicit", "implicit", "merged", "auto")
 
@@ -37,7 +38,10 @@ def values(model):
 def reference(u_by_block, damping=0.3):
     """Dense directions of several blocks, each given as its per-sample gradients and its gradient."""
     return torch.cat(
-        [naive.dense_direction(naive.fisher(u), g, damping) for u, g in u_by_block]
+        [
+            naive.dense_direction(naive.fisher(u), g, damping)
+            for u, g in u_by_block
+        ]
     )
 
 
@@ -119,7 +123,10 @@ class SharedConv(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, stride=2)
+        self.a, self.b = (
+            nn.Conv2d(2, 2, 3, padding=1),
+            nn.Conv2d(2, 2, 3, stride=2),
+        )
         self.b.weight = self.a.weight
 
     def forward(self, x):
@@ -127,7 +134,9 @@ class SharedConv(nn.Module):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", ["tied", "tied-no-bias", "shared-convolution"])
+@pytest.mark.parametrize(
+    "case", ["tied", "tied-no-bias", "shared-convolution"]
+)
 def test_modules_that_share_a_parameter_are_one_block(form, case):
     model = {
         "tied": Tied,
@@ -142,9 +151,12 @@ def test_modules_that_share_a_parameter_are_one_block(form, case):
     target = torch.randn_like(model(x))
     u = naive.per_sample_gradients(model, x, target)
     opt = optimizer(model, form)
-    assert len(opt.preconditioner.sites) == 1
+    assert len(inspect(opt).sites) == 1
     naive.loss_of(model(x), target).backward()
-    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -154,13 +166,19 @@ def test_micro_batches_equal_one_batch(form, samples, sizes):
     """Accumulation: u_i = B × the captured gradient, the first ϱ samples in order of the micro-batches."""
     torch.manual_seed(4)
     model = nn.Sequential(
-        nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3), nn.LayerNorm(3)
+        nn.Conv1d(2, 3, 2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(12, 3),
+        nn.LayerNorm(3),
     )
     x, target = torch.randn(6, 2, 5), torch.randn(6, 3)
     opt = optimizer(model, form, samples)
     blocks = []
     for layer in (model[0], model[3], model[4]):
-        u = naive.per_sample_gradients(model, x, target, list(layer.parameters()))
+        u = naive.per_sample_gradients(
+            model, x, target, list(layer.parameters())
+        )
         blocks.append((u[:samples], u.mean(0)))
     start = 0
     for size in sizes:
@@ -178,7 +196,9 @@ def test_micro_batches_of_different_lengths():
     for layer in (model[0], model[1]):
         u = torch.cat(
             [
-                naive.per_sample_gradients(model, x, t, list(layer.parameters()))
+                naive.per_sample_gradients(
+                    model, x, t, list(layer.parameters())
+                )
                 for x, t in zip(parts, targets, strict=True)
             ]
         )
@@ -192,12 +212,17 @@ def test_micro_batches_of_different_lengths():
 def test_several_forwards_in_one_backward_add_up_per_sample():
     model = nn.Linear(3, 2)
     x, y, target = torch.randn(5, 3), torch.randn(5, 3), torch.randn(5, 2)
-    u = naive.per_sample_gradients(model, x, target) + naive.per_sample_gradients(
-        model, y, target
-    )
+    u = naive.per_sample_gradients(
+        model, x, target
+    ) + naive.per_sample_gradients(model, y, target)
     opt = optimizer(model)
-    (naive.loss_of(model(x), target) + naive.loss_of(model(y), target)).backward()
-    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+    (
+        naive.loss_of(model(x), target) + naive.loss_of(model(y), target)
+    ).backward()
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 def test_eval_and_no_grad_forwards_in_between_do_not_count():
@@ -210,7 +235,10 @@ def test_eval_and_no_grad_forwards_in_between_do_not_count():
         model(torch.randn(9, 3))
     model(torch.randn(4, 3))  # with a graph, but never part of a backward
     loss.backward()
-    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,17 +249,22 @@ def test_captures_of_a_skipped_step_are_dropped(drop):
     x, target = torch.randn(5, 3), torch.randn(5, 2)
     u = naive.per_sample_gradients(model, x, target)
     opt = optimizer(model)
-    naive.loss_of(model(torch.randn(8, 3)), torch.randn(8, 2)).backward()  # and no step
+    naive.loss_of(
+        model(torch.randn(8, 3)), torch.randn(8, 2)
+    ).backward()  # and no step
     if drop == "zero_grad":
         opt.zero_grad()
-        assert len(opt.preconditioner.samples) == 0
+        assert inspect(opt).waiting == 0
     elif drop in ("model.zero_grad", "zeros"):
         model.zero_grad(set_to_none=drop != "zeros")
     else:
         for p in model.parameters():
             p.grad = None
     naive.loss_of(model(x), target).backward()
-    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -244,13 +277,17 @@ def test_curvature_from_a_batch_of_its_own(form):
     for layer in (model[0], model[2]):
         params = list(layer.parameters())
         u = naive.per_sample_gradients(model, other, its_target, params)
-        blocks.append((u, naive.per_sample_gradients(model, x, target, params).mean(0)))
+        blocks.append(
+            (u, naive.per_sample_gradients(model, x, target, params).mean(0))
+        )
     opt = optimizer(model, form, refresh_every=100)
     for first in (True, False):  # before the gradient's backward, or after it
         twin = copy.deepcopy(model)
         opt = optimizer(twin, form, refresh_every=100)
-        opt.preconditioner.steps = 7  # not a refresh step: asking for it makes it one
-        opt.preconditioner._rearm()
+        opt.engine.clock.steps = (
+            7  # not a refresh step: asking for it makes it one
+        )
+        opt.engine._arm()
 
         def feed(twin=twin, opt=opt):
             with opt.curvature_batch():
@@ -263,7 +300,9 @@ def test_curvature_from_a_batch_of_its_own(form):
         naive.loss_of(twin(x), target).backward()
         if not first:
             feed()
-        assert naive.relative_error(stepped(twin, opt), reference(blocks)) < 1e-9
+        assert (
+            naive.relative_error(stepped(twin, opt), reference(blocks)) < 1e-9
+        )
         assert not opt.refresh_due
 
 
@@ -278,18 +317,29 @@ def test_unfreezing_and_freezing_while_training():
         naive.loss_of(model(x), target).backward()
         return stepped(model, opt)
 
-    u = naive.per_sample_gradients(model, x, target, list(model[2].parameters()))
-    assert naive.relative_error(direction()[16:], reference([(u, u.mean(0))])) < 1e-9
+    u = naive.per_sample_gradients(
+        model, x, target, list(model[2].parameters())
+    )
+    assert (
+        naive.relative_error(direction()[16:], reference([(u, u.mean(0))]))
+        < 1e-9
+    )
     model[0].requires_grad_(True)
     model[2].bias.requires_grad_(False)
-    u = naive.per_sample_gradients(model, x, target, list(model[0].parameters()))
+    u = naive.per_sample_gradients(
+        model, x, target, list(model[0].parameters())
+    )
     plain = direction()[
         :16
     ]  # no refresh yet: the new layer has no curvature, and the frozen bias stays
     torch.testing.assert_close(plain, u.mean(0) / 0.3)
-    u = naive.per_sample_gradients(model, x, target, list(model[0].parameters()))
+    u = naive.per_sample_gradients(
+        model, x, target, list(model[0].parameters())
+    )
     v = naive.per_sample_gradients(model, x, target, [model[2].weight])
-    want = torch.cat([reference([(u, u.mean(0)), (v, v.mean(0))]), torch.zeros(2)])
+    want = torch.cat(
+        [reference([(u, u.mean(0)), (v, v.mean(0))]), torch.zeros(2)]
+    )
     assert naive.relative_error(direction(), want) < 1e-9
 
 
@@ -298,7 +348,7 @@ def test_frozen_layers_are_not_captured():
     model[1].requires_grad_(False)
     opt = optimizer(model)
     naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2)).backward()
-    (backward,) = opt.preconditioner.samples.backwards.values()
+    (backward,) = opt.engine.collector.samples.backwards.values()
     assert set(backward.pieces) == {0}
     opt.step()
 
@@ -309,7 +359,9 @@ def test_layers_that_are_not_used_keep_still():
     before = model["idle"].weight.detach().clone()
     for _ in range(2):
         opt.zero_grad(set_to_none=False)  # leaves gradients of zeros, not None
-        naive.loss_of(model["used"](torch.randn(5, 3)), torch.randn(5, 2)).backward()
+        naive.loss_of(
+            model["used"](torch.randn(5, 3)), torch.randn(5, 2)
+        ).backward()
         opt.step()
     assert torch.equal(model["idle"].weight, before)
 
@@ -338,7 +390,9 @@ def test_a_short_last_batch():
         opt.zero_grad()
         naive.loss_of(model(x), target).backward()
         assert (
-            naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+            naive.relative_error(
+                stepped(model, opt), reference([(u, u.mean(0))])
+            )
             < 1e-9
         )
 
@@ -355,7 +409,9 @@ class Positions(nn.Module):
         )
 
     def forward(self, x):
-        return self.head(self.tokens(x) + self.places(torch.arange(x.shape[1])))
+        return self.head(
+            self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        )
 
 
 def test_a_layer_whose_dimension_0_is_not_the_sample_takes_the_plain_gradient_and_says_so():
@@ -386,8 +442,14 @@ def test_arrange_says_where_the_sample_is(layout):
     x, target = torch.randn(6, 5, 3), torch.randn(6, 5, 2)
     blocks = blocks_of(model, (model[0], model[2]), x, target)
     bring, back = {
-        "time-first": (lambda t: t.transpose(0, 1), lambda t: t.transpose(0, 1)),
-        "flattened": (lambda t: t.unflatten(0, (-1, 5)), lambda t: t.flatten(0, 1)),
+        "time-first": (
+            lambda t: t.transpose(0, 1),
+            lambda t: t.transpose(0, 1),
+        ),
+        "flattened": (
+            lambda t: t.unflatten(0, (-1, 5)),
+            lambda t: t.flatten(0, 1),
+        ),
     }[layout]
     for layer in (model[0], model[2]):
         seng.layers.arrange(layer, bring)
@@ -402,20 +464,26 @@ def test_arrange_none_leaves_a_layer_out():
     opt = optimizer(
         model, strict=True
     )  # what was asked for is neither warned of nor refused
-    assert opt.preconditioner.uncovered == {
+    assert inspect(opt).uncovered == {
         "places.weight": "left out on request, by seng.layers.arrange(layer, None)"
     }
-    naive.loss_of(model(torch.randint(7, (8, 5))), torch.randn(8, 5, 2)).backward()
+    naive.loss_of(
+        model(torch.randint(7, (8, 5))), torch.randn(8, 5, 2)
+    ).backward()
     opt.step()
 
 
 def test_between_refreshes_nothing_is_stored(monkeypatch):
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+    )
     opt = optimizer(model, refresh_every=3)
     calls = []
-    receive = opt.preconditioner.capture.receive
+    receive = opt.engine.collector.capture.receive
     monkeypatch.setattr(
-        opt.preconditioner.capture, "receive", lambda *a: (calls.append(1), receive(*a))
+        opt.engine.collector.capture,
+        "receive",
+        lambda *a: (calls.append(1), receive(*a)),
     )
     saved = []
     for _ in range(6):
@@ -426,9 +494,9 @@ def test_between_refreshes_nothing_is_stored(monkeypatch):
             loss = naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))
         opt.zero_grad()
         loss.backward()
-        assert (len(opt.preconditioner.samples) > 0) == opt.refresh_due
+        assert (inspect(opt).waiting > 0) == opt.refresh_due
         opt.step()
-        assert len(opt.preconditioner.samples) == 0
+        assert inspect(opt).waiting == 0
         saved.append((len(calls), len(stored)))
     calls_after, tensors = zip(*saved, strict=True)
     assert calls_after == (2, 2, 2, 4, 4, 4)
@@ -445,7 +513,7 @@ def test_hooks_go_with_the_optimizer():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     opt = optimizer(model)
     assert all(len(layer._forward_hooks) == 1 for layer in model)
-    gone = weakref.ref(opt.preconditioner)
+    gone = weakref.ref(opt.engine)
     del opt
     gc.collect()
     assert gone() is None
@@ -461,7 +529,7 @@ def test_copies_and_pickles_of_the_model_are_inert():
         torch.optim.swa_utils.AveragedModel(model),
     ):
         naive.loss_of(twin(torch.randn(5, 3)), torch.randn(5, 2)).backward()
-        assert len(opt.preconditioner.samples) == 0
+        assert inspect(opt).waiting == 0
         assert all(
             hook() is None
             for layer in twin.modules()
@@ -475,13 +543,17 @@ def test_keyword_inputs_are_captured():
     u = naive.per_sample_gradients(model, x, target)
     opt = optimizer(model)
     naive.loss_of(model(input=x), target).backward()
-    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 def test_attention_is_left_out_with_the_reason():
     model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     with pytest.warns(
-        UserWarning, match="self_attn.out_proj.weight.* does not call it as a module"
+        UserWarning,
+        match="self_attn.out_proj.weight.* does not call it as a module",
     ):
         opt = optimizer(model, refresh_every=1)
     for _ in range(2):
@@ -501,9 +573,12 @@ def test_a_hook_of_ones_own_may_change_the_output():
     model.register_forward_hook(lambda layer, args, out: out.tanh())
     v = naive.per_sample_gradients(model, x, target)
     assert not torch.allclose(u, v)
-    opt.preconditioner.drop()  # what the reference has captured
+    opt.engine.collector.drop()  # what the reference has captured
     naive.loss_of(model(x), target).backward()
-    assert naive.relative_error(stepped(model, opt), reference([(v, v.mean(0))])) < 1e-9
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(v, v.mean(0))]))
+        < 1e-9
+    )
 
 
 class Squashed(nn.Module):
@@ -518,7 +593,9 @@ class Squashed(nn.Module):
 
 
 def test_a_layer_that_has_saved_its_output(monkeypatch):
-    monkeypatch.setattr(seng.layers, "KINDS", dict(seng.layers.KINDS))
+    monkeypatch.setattr(
+        seng.layers.kinds, "KINDS", dict(seng.layers.kinds.KINDS)
+    )
 
     @seng.layers.columns(Squashed)
     def _(layer, a, g):
@@ -530,7 +607,10 @@ def test_a_layer_that_has_saved_its_output(monkeypatch):
     u = naive.per_sample_gradients(model, x, target)
     opt = optimizer(model)
     naive.loss_of(model(x), target).backward()
-    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 def test_a_gradient_with_respect_to_the_input_alone_does_not_count():
@@ -540,7 +620,10 @@ def test_a_gradient_with_respect_to_the_input_alone_does_not_count():
     opt = optimizer(model)
     torch.autograd.grad(model(x).sum(), x)
     naive.loss_of(model(x), target).backward()
-    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 def test_gradients_that_are_assigned_by_hand():
@@ -553,7 +636,10 @@ def test_gradients_that_are_assigned_by_hand():
     )
     for p, grad in zip(model.parameters(), grads, strict=True):
         p.grad = grad
-    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -568,7 +654,7 @@ def test_activation_checkpointing(reentrant):
     h = checkpoint(model[1:3], h, use_reentrant=reentrant)
     out = checkpoint(model[3:], h, use_reentrant=reentrant)
     naive.loss_of(out, target).backward()
-    assert opt.preconditioner.samples.total == 5
+    assert opt.engine.collector.samples.total == 5
     assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
 
 
@@ -588,7 +674,7 @@ def test_reentrant_checkpoints_inside_each_other(between):
 
     out = checkpoint(outer, model[0](x), use_reentrant=True)
     naive.loss_of(out if between else model[4](out), target).backward()
-    assert opt.preconditioner.samples.total == 5
+    assert opt.engine.collector.samples.total == 5
     assert naive.relative_error(stepped(model, opt), reference(blocks)) < 1e-9
 
 
@@ -603,8 +689,13 @@ def test_micro_batches_after_a_backward_that_failed():
     bad.remove()
     opt.zero_grad()
     for part in (slice(0, 2), slice(2, 6)):
-        (naive.loss_of(model(x[part]), target[part]) * len(x[part]) / 6).backward()
-    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+        (
+            naive.loss_of(model(x[part]), target[part]) * len(x[part]) / 6
+        ).backward()
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 def test_an_own_batch_between_forward_and_backward():
@@ -618,7 +709,9 @@ def test_an_own_batch_between_forward_and_backward():
     with opt.curvature_batch():
         naive.loss_of(model(other), its_target).backward()
     loss.backward()
-    assert naive.relative_error(stepped(model, opt), reference([(u, g)])) < 1e-9
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, g)])) < 1e-9
+    )
 
 
 def test_a_first_micro_batch_without_any_gradient_counts():
@@ -634,15 +727,20 @@ def test_a_first_micro_batch_without_any_gradient_counts():
     u = torch.stack(
         [
             8
-            * naive.flat(torch.autograd.grad(loss(slice(i, i + 1)), model.parameters()))
+            * naive.flat(
+                torch.autograd.grad(loss(slice(i, i + 1)), model.parameters())
+            )
             for i in range(8)
         ]
     )
     opt = optimizer(model)
     for part in (slice(0, 4), slice(4, 8)):
         loss(part).backward()
-    assert opt.preconditioner.samples.total == 8
-    assert naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))])) < 1e-9
+    assert opt.engine.collector.samples.total == 8
+    assert (
+        naive.relative_error(stepped(model, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 def test_the_engine_goes_at_once_with_the_optimizer():
@@ -653,7 +751,7 @@ def test_the_engine_goes_at_once_with_the_optimizer():
         opt = optimizer(model)
         model(torch.randn(4, 3)).sum().backward()
         opt.step()
-        gone = weakref.ref(opt.preconditioner)
+        gone = weakref.ref(opt.engine)
         del opt
         assert gone() is None and not model._forward_hooks
     finally:
@@ -678,12 +776,10 @@ def test_checkpointing_still_releases_what_lies_inside(how):
         else checkpoint(run, x, use_reentrant=how == "reentrant")
     )
     gc.collect()
-    assert opt.preconditioner.capture.armed and (inside[0]() is None) == (
-        how != "plain"
-    )
+    assert inspect(opt).armed and (inside[0]() is None) == (how != "plain")
     naive.loss_of(out, torch.randn(5, 2)).backward()
     opt.step()
-    assert len(opt.preconditioner.blocks) == 2
+    assert len(inspect(opt).states) == 2
 
 
 def test_torch_func_and_forward_derivatives_pass_by():
@@ -699,7 +795,7 @@ def test_torch_func_and_forward_derivatives_pass_by():
     torch.func.jvp(lambda x: loss(params, x), (x,), (x,))
     with torch.autograd.forward_ad.dual_level():
         model(torch.autograd.forward_ad.make_dual(x, x))
-    assert len(opt.preconditioner.samples) == 0
+    assert inspect(opt).waiting == 0
 
 
 class FunctionalTie(nn.Module):
@@ -714,7 +810,9 @@ class FunctionalTie(nn.Module):
 def test_a_weight_that_is_also_used_elsewhere_is_noticed():
     model = FunctionalTie()
     opt = optimizer(model)
-    naive.loss_of(model(torch.randint(7, (6, 4))), torch.randn(6, 4, 7)).backward()
+    naive.loss_of(
+        model(torch.randint(7, (6, 4))), torch.randn(6, 4, 7)
+    ).backward()
     with pytest.warns(
         UserWarning,
         match="'table' do not add up to its gradient .* its weight is used outside of it",
@@ -734,7 +832,7 @@ def test_layers_in_turns_are_all_covered():
             model["ab"[i % 2]](torch.randn(5, 3)), torch.randn(5, 2)
         ).backward()
         opt.step()
-    assert set(opt.preconditioner.blocks) == {0, 1} and due == [
+    assert set(inspect(opt).states) == {0, 1} and due == [
         True,
         False,
         True,
@@ -751,7 +849,9 @@ def test_own_batch_under_a_grad_scaler_is_taken_as_it_is():
         opt = optimizer(model)
         scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         with opt.curvature_batch():
-            naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2)).backward()
+            naive.loss_of(
+                model(torch.randn(5, 3)), torch.randn(5, 2)
+            ).backward()
         scaler.scale(
             naive.loss_of(model(torch.randn(5, 3)), torch.randn(5, 2))
         ).backward()
@@ -787,14 +887,14 @@ def test_curvature_batch_that_fails_or_reaches_only_a_part():
     x, target = torch.randn(5, 3), torch.randn(5, 2)
     naive.loss_of(model(x), target).backward()
     opt.step()
-    assert len(opt.preconditioner.blocks) == 2
-    kept = opt.preconditioner.blocks[1]
+    assert len(inspect(opt).states) == 2
+    kept = inspect(opt).states[1]
     with opt.curvature_batch():
         model[0](x).square().mean().backward()
     opt.zero_grad()
     naive.loss_of(model(x), target).backward()
     opt.step()
-    assert opt.preconditioner.blocks[1] is kept
+    assert inspect(opt).states[1] is kept
 
 
 @pytest.mark.parametrize("where", ["step", "backward"])
@@ -812,7 +912,8 @@ def test_autocast_does_not_reach_our_own_products(where):
         )
         # 40 positions: the columns of U are formed inside the backward
         loss = naive.loss_of(
-            model(torch.randn(8, 40, 30).float()), torch.randn(8, 40, 20).float()
+            model(torch.randn(8, 40, 30).float()),
+            torch.randn(8, 40, 20).float(),
         )
         with torch.autocast(
             "cpu", torch.bfloat16, enabled=enabled and where == "backward"
@@ -822,9 +923,11 @@ def test_autocast_does_not_reach_our_own_products(where):
             model.parameters()
         ):  # the backward's own products under autocast are not at stake
             p.grad.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
-        opt.preconditioner.ledger.checked.add(0)
+        opt.engine.records[0].checked = True
         before = values(model)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled and where == "step"):
+        with torch.autocast(
+            "cpu", torch.bfloat16, enabled=enabled and where == "step"
+        ):
             opt.step()
         results.append(before - values(model))
     assert naive.relative_error(*results) < 1e-5
@@ -862,7 +965,8 @@ def test_hooks_of_users_on_captured_outputs():
     for layer in model:
         layer.register_forward_hook(
             lambda layer, args, out: (
-                out.register_hook(lambda g: seen.append(tuple(g.shape))) and None
+                out.register_hook(lambda g: seen.append(tuple(g.shape)))
+                and None
             )
         )
     model(torch.randn(6, 3, 4)).square().mean().backward()
@@ -877,7 +981,9 @@ def test_inputs_may_be_overwritten(form, bias):
     sides = []
     for buffered in (True, False):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 5, bias=bias), nn.Tanh(), nn.Linear(5, 2))
+        model = nn.Sequential(
+            nn.Linear(4, 5, bias=bias), nn.Tanh(), nn.Linear(5, 2)
+        )
         opt = seng.SENG(
             model,
             lr=0.1,
@@ -887,7 +993,9 @@ def test_inputs_may_be_overwritten(form, bias):
         buffer = torch.empty(3, 4)
         for _ in range(4):
             for x in torch.randn(2, 3, 4):
-                model(buffer.copy_(x) if buffered else x).square().mean().backward()
+                model(
+                    buffer.copy_(x) if buffered else x
+                ).square().mean().backward()
             buffer.fill_(7)
             opt.step()
             opt.zero_grad()
@@ -904,12 +1012,14 @@ def test_a_block_holds_no_more_than_its_samples():
     )
     layer(torch.randn(512, 200)).square().mean().backward()
     opt.step()
-    U = opt.preconditioner.blocks[0].U
+    U = inspect(opt).states[0].U
     assert sum(t.untyped_storage().nbytes() for t in U.tensors()) == U.bytes
 
 
 def test_between_refreshes_only_the_first_layer_has_a_hook():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2)
+    )
     others = [layer.register_forward_hook(lambda *_: None) for layer in model]
     opt = seng.SENG(model, lr=0.1, refresh_every=3)
     counts = []

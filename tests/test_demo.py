@@ -12,11 +12,14 @@ from torch import nn
 
 import seng
 from seng.lab import demo, models
+from seng.tell.inspection import inspect
 
 RESNET18 = (
     (3 * 9 * 64 + 2 * 64)  # stem: 3×3 convolution, norm
     + 2
-    * (2 * 64 * 9 * 64 + 4 * 64)  # two blocks of two 3×3 convolutions, each with a norm
+    * (
+        2 * 64 * 9 * 64 + 4 * 64
+    )  # two blocks of two 3×3 convolutions, each with a norm
     + sum(
         (
             w // 2 * 9 * w + 3 * w * 9 * w + 8 * w
@@ -28,12 +31,16 @@ RESNET18 = (
 )
 VGG_WIDTHS = (3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 VGG16_BN = (
-    sum(a * 9 * b + b + 2 * b for a, b in pairwise(VGG_WIDTHS))  # weight, bias, norm
+    sum(
+        a * 9 * b + b + 2 * b for a, b in pairwise(VGG_WIDTHS)
+    )  # weight, bias, norm
     + (25088 * 4096 + 4096)
     + (4096 * 4096 + 4096)
     + (4096 * 10 + 10)
 )
-DIGITS = (9 * 32 + 64) + (32 * 9 * 32 + 64) + (32 * 9 * 48 + 96) + (768 * 10 + 10)
+DIGITS = (
+    (9 * 32 + 64) + (32 * 9 * 32 + 64) + (32 * 9 * 48 + 96) + (768 * 10 + 10)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -92,10 +99,14 @@ def test_demo_prints_its_table_and_draws_its_picture(
 
 
 def test_every_optimizer_starts_alike_and_sees_the_same_batches() -> None:
-    first, *others = [demo.Run(recipe, 0, demo.digits(), 1) for recipe in demo.RECIPES]
+    first, *others = [
+        demo.Run(recipe, 0, demo.digits(), 1) for recipe in demo.RECIPES
+    ]
     for run in others:
         assert torch.equal(run.batches, first.batches)
-        for p, q in zip(run.model.parameters(), first.model.parameters(), strict=True):
+        for p, q in zip(
+            run.model.parameters(), first.model.parameters(), strict=True
+        ):
             assert torch.equal(p, q)
 
 
@@ -113,9 +124,9 @@ def test_every_learning_rate_is_inside_its_grid_and_every_grid_has_the_same_size
         assert recipe.lr in recipe.grid[1:-1], (
             recipe.name
         )  # at the edge the search would not be over
-        assert [b / a for a, b in pairwise(recipe.grid)] == pytest.approx([2] * 4), (
-            recipe.name
-        )
+        assert [b / a for a, b in pairwise(recipe.grid)] == pytest.approx(
+            [2] * 4
+        ), recipe.name
 
 
 def test_the_lines_can_be_told_apart() -> None:
@@ -136,11 +147,14 @@ def test_kfac_covers_every_layer_but_the_norms_and_does_not_warn() -> (
     assert isinstance(run.optimizer, seng.KFAC)
     kinds = (nn.Conv2d, nn.Linear)
     covered = {
-        layer.weight for layer in run.model.modules() if isinstance(layer, kinds)
+        layer.weight
+        for layer in run.model.modules()
+        if isinstance(layer, kinds)
     }
+    layers = inspect(run.optimizer).layers
     with_factors = {
-        p for p, state in run.optimizer.state.items() if len(state) > 1
-    }  # beside momentum
+        layer.site.lead for layer in layers if layer.state is not None
+    }
     assert with_factors == covered
     assert all(
         not torch.equal(p, old)

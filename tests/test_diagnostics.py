@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import seng
-from seng.tell.diagnostics import Timer
+from seng.layers.timer import Timer
+from seng.tell.inspection import inspect
 
 KEYS = {
     *(
@@ -23,7 +24,13 @@ KEYS = {
         "effective_rank",
         "damping",
     ),
-    *("cosine", "norm_ratio", "sketch_error", "solves_failed", "refreshes_dropped"),
+    *(
+        "cosine",
+        "norm_ratio",
+        "sketch_error",
+        "solves_failed",
+        "refreshes_dropped",
+    ),
 }
 
 
@@ -48,9 +55,13 @@ def train(model, opt, steps):
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
 @pytest.mark.parametrize("relative", [True, False])
 def test_every_number_is_what_it_says(form, relative):
-    curvature = seng.Curvature(form=form, rank=99, decay=0, relative_damping=relative)
+    curvature = seng.Curvature(
+        form=form, rank=99, decay=0, relative_damping=relative
+    )
     _, opt, (before, x, target) = trained(curvature=curvature, damping=0.2)
-    for index, (name, entry) in zip((0, 2, 3), opt.diagnostics().items(), strict=True):
+    for index, (name, entry) in zip(
+        (0, 2, 3), opt.diagnostics().items(), strict=True
+    ):
         assert set(entry) == KEYS and name == str(index)
         u = naive.per_sample_gradients(
             before, x, target, list(before[index].parameters())
@@ -64,7 +75,9 @@ def test_every_number_is_what_it_says(form, relative):
             float(values.sum() / values[-1])
         )
         assert entry["damping"] == pytest.approx(float(lam))
-        assert entry["cosine"] == pytest.approx(float(g @ d / (g.norm() * d.norm())))
+        assert entry["cosine"] == pytest.approx(
+            float(g @ d / (g.norm() * d.norm()))
+        )
         assert entry["norm_ratio"] == pytest.approx(float(d.norm() / g.norm()))
         assert (
             entry["refreshed_at"] == 0
@@ -99,9 +112,11 @@ def test_the_sketch_error_falls_with_the_size_of_the_sketch(form):
 
 
 def test_the_sketch_error_is_that_of_the_leading_energies():
-    curvature = seng.Curvature(form="explicit", sketch=seng.sketch.Rows(12), decay=0)
+    curvature = seng.Curvature(
+        form="explicit", sketch=seng.sketch.Rows(12), decay=0
+    )
     _, opt, _ = trained(model=nn.Linear(5, 3), curvature=curvature)
-    block = opt.preconditioner.blocks[0]
+    block = inspect(opt).states[0]
     U, Xi = block.U.U, block.omega.of(block.U).U
     values, V = torch.linalg.eigh(Xi.T @ Xi)
     energies = (U @ V).square().sum(0)
@@ -121,10 +136,21 @@ def test_numbers_are_those_of_the_last_refresh_and_unknown_after_loading():
     )
     fresh.load_state_dict(opt.state_dict())
     for name, entry in fresh.diagnostics().items():
-        assert entry["refreshed_at"] is entry["cosine"] is entry["damping"] is None
-        assert entry["top_eigenvalue"] == opt.diagnostics()[name]["top_eigenvalue"]
+        assert (
+            entry["refreshed_at"]
+            is entry["cosine"]
+            is entry["damping"]
+            is None
+        )
+        assert (
+            entry["top_eigenvalue"]
+            == opt.diagnostics()[name]["top_eigenvalue"]
+        )
     train(model, fresh, 2)
-    assert fresh.last_refresh == 6 and fresh.diagnostics()["0"]["cosine"] is not None
+    assert (
+        fresh.last_refresh == 6
+        and fresh.diagnostics()["0"]["cosine"] is not None
+    )
 
 
 def test_a_gradient_of_zeros_has_nothing_to_compare():
@@ -133,7 +159,10 @@ def test_a_gradient_of_zeros_has_nothing_to_compare():
     (0 * model(torch.randn(4, 3))).sum().backward()
     opt.step()
     entry = opt.diagnostics()["Linear"]
-    assert entry["cosine"] == entry["norm_ratio"] == 1 and entry["effective_rank"] == 0
+    assert (
+        entry["cosine"] == entry["norm_ratio"] == 1
+        and entry["effective_rank"] == 0
+    )
 
 
 def test_a_layer_with_the_plain_gradient_has_the_same_keys_and_a_reason():
@@ -159,7 +188,9 @@ def test_a_layer_with_the_plain_gradient_has_the_same_keys_and_a_reason():
 
 def test_numbers_survive_a_group_that_is_added():
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    opt = seng.SENG(model[0].parameters(), lr=0.05, module=model, refresh_every=3)
+    opt = seng.SENG(
+        model[0].parameters(), lr=0.05, module=model, refresh_every=3
+    )
     train(model, opt, 2)
     before = opt.diagnostics()["0"]
     opt.add_param_group({"params": list(model[1].parameters())})
@@ -194,7 +225,10 @@ def test_tensorboard_of_an_attached_optimizer():
     handle = seng.attach(adam, model, refresh_every=2)
     adam.register_step_post_hook(seng.TensorBoard(writer, handle))
     train(model, adam, 3)
-    assert [step for step, _ in writer.scalars["seng/effective_rank/1"]] == [0, 2]
+    assert [step for step, _ in writer.scalars["seng/effective_rank/1"]] == [
+        0,
+        2,
+    ]
     adam.register_step_post_hook(seng.TensorBoard(writer))
     with pytest.raises(
         TypeError,
@@ -209,7 +243,9 @@ def test_a_real_summary_writer(tmp_path):
     tensorboard = pytest.importorskip(
         "torch.utils.tensorboard", reason="tensorboard is not installed"
     )
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import (
+        EventAccumulator,
+    )
 
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     opt = seng.SENG(model, lr=0.05, refresh_every=2)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import seng
-from seng.distributed.averaging import Averaging, _sent
+from seng.distributed.strategies import Averaged, Message, _along
 from seng.distributed.team import Team
 
 CASES = {case.name: case for case in LAYERS}
@@ -32,7 +32,8 @@ def parts(total: int, size: int, sizes=None) -> list[slice]:
     sizes = sizes or [total // size] * size
     starts = [sum(sizes[:i]) for i in range(size)]
     return [
-        slice(start, start + count) for start, count in zip(starts, sizes, strict=True)
+        slice(start, start + count)
+        for start, count in zip(starts, sizes, strict=True)
     ]
 
 
@@ -44,14 +45,18 @@ def example(name: str, count: int):
     return layer, x, case.target(layer, count)
 
 
-def wanted(u_of: list[torch.Tensor], lam: float, blocks: bool = False) -> torch.Tensor:
+def wanted(
+    u_of: list[torch.Tensor], lam: float, blocks: bool = False
+) -> torch.Tensor:
     """(M + λI)⁻¹g with M and g as means over ranks; or the mean of the ranks' (M_i + λI)⁻¹g."""
     g = torch.stack(
         [u.mean(0) if len(u) else torch.zeros(u.shape[1]) for u in u_of]
     ).mean(0)
     Ms = [u.T @ u / max(1, len(u)) for u in u_of]
     if blocks:
-        return torch.stack([naive.dense_direction(M, g, lam) for M in Ms]).mean(0)
+        return torch.stack(
+            [naive.dense_direction(M, g, lam) for M in Ms]
+        ).mean(0)
     return naive.dense_direction(torch.stack(Ms).mean(0), g, lam)
 
 
@@ -84,7 +89,9 @@ def one_step(rank, names, strategy, options, sizes=None):
     return out
 
 
-def check(ranks, strategy, options=(), blocks=False, sizes=None, names=tuple(CASES)):
+def check(
+    ranks, strategy, options=(), blocks=False, sizes=None, names=tuple(CASES)
+):
     found = ranks(one_step, list(names), strategy, dict(options), sizes)
     for name in names:
         count = sum(sizes) if sizes else 3 * ranks.size
@@ -107,7 +114,13 @@ def test_block_is_the_mean_of_the_ranks_directions(ranks, form):
 
 
 def test_ranks_weigh_alike_however_many_samples_they_have(four):
-    few = ["linear", "conv2d", "embedding-sequence", "layer-norm", "linear-sequence"]
+    few = [
+        "linear",
+        "conv2d",
+        "embedding-sequence",
+        "layer-norm",
+        "linear-sequence",
+    ]
     check(four, None, sizes=[1, 5, 2, 4], names=few)
     check(four, "block", blocks=True, sizes=[1, 5, 2, 4], names=few)
 
@@ -133,7 +146,9 @@ def batches(steps: int, count: int):
         )
 
 
-def train(rank, steps, options, sizes, settings=None, accumulate=1, order=None):
+def train(
+    rank, steps, options, sizes, settings=None, accumulate=1, order=None
+):
     """Weights after training; in one process where there are no sizes, with samples in some order."""
     model = network()
     part = (
@@ -143,7 +158,9 @@ def train(rank, steps, options, sizes, settings=None, accumulate=1, order=None):
     )
     wrapped = model if sizes is None else DistributedDataParallel(model)
     settings = {"damping": 0.01, "refresh_every": 3, **(settings or {})}
-    opt = seng.SENG(wrapped, lr=0.05, curvature=seng.Curvature(**options), **settings)
+    opt = seng.SENG(
+        wrapped, lr=0.05, curvature=seng.Curvature(**options), **settings
+    )
     for x, target in batches(steps, 12):
         x, target = x[part], target[part]
         opt.zero_grad()
@@ -163,10 +180,17 @@ def train(rank, steps, options, sizes, settings=None, accumulate=1, order=None):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"rank": 5}, {"decay": 0, "rank": 6}, {"form": "merged", "samples": 4}],
+    [
+        {},
+        {"rank": 5},
+        {"decay": 0, "rank": 6},
+        {"form": "merged", "samples": 4},
+    ],
     ids=str,
 )
-def test_training_with_shared_curvature_is_training_in_one_process(ranks, options):
+def test_training_with_shared_curvature_is_training_in_one_process(
+    ranks, options
+):
     sizes = [12 // ranks.size] * ranks.size
     found = ranks(train, 10, options, sizes)
     assert all(torch.equal(w, found[0]) for w in found)
@@ -176,7 +200,8 @@ def test_training_with_shared_curvature_is_training_in_one_process(ranks, option
     )  # what each rank takes for its curvature comes first
     assert (
         naive.relative_error(
-            found[0], train(0, 10, {"form": "merged", **options}, None, order=order)
+            found[0],
+            train(0, 10, {"form": "merged", **options}, None, order=order),
         )
         < 1e-8
     )
@@ -218,7 +243,8 @@ def lagged(rank, steps, wrap, options):
         before = naive.flat([p.detach().clone() for p in layer.parameters()])
         opt.step()
         seen.append(
-            (before - naive.flat([p.detach() for p in layer.parameters()])) / 0.01
+            (before - naive.flat([p.detach() for p in layer.parameters()]))
+            / 0.01
         )
     return seen
 
@@ -244,7 +270,9 @@ def lagged_by_hand(size, steps):
         out.append((g - correction) / LAM)
         before = g
         with torch.no_grad():
-            for p, d in zip(layer.parameters(), out[-1].split([15, 3]), strict=True):
+            for p, d in zip(
+                layer.parameters(), out[-1].split([15, 3]), strict=True
+            ):
                 p -= 0.01 * d.view_as(p)
     return out
 
@@ -261,7 +289,9 @@ def test_lagged_is_its_formula(ranks, wrap, form):
 
 
 def test_lagged_in_one_process_is_its_formula():
-    for got, d in zip(lagged(0, 8, False, {}), lagged_by_hand(1, 8), strict=True):
+    for got, d in zip(
+        lagged(0, 8, False, {}), lagged_by_hand(1, 8), strict=True
+    ):
         assert naive.relative_error(got, d) < 1e-9
 
 
@@ -288,7 +318,9 @@ def test_block_with_independent_sides_takes_the_product_of_their_means(ranks):
     g, sides = u.mean(0), []
     for part in parts(8, ranks.size):
         out = layer(x[part])
-        (G,) = torch.autograd.grad(naive.loss_of(out, target[part]) * len(x[part]), out)
+        (G,) = torch.autograd.grad(
+            naive.loss_of(out, target[part]) * len(x[part]), out
+        )
         rho = len(G)
         U = u[part].T / rho**0.5
         c = torch.linalg.solve(LAM * torch.eye(rho) + U.T @ U, U.T @ g)
@@ -355,7 +387,8 @@ def branches(rank, strategy, third):
 def test_layers_that_some_ranks_or_none_use(ranks, strategy, third):
     found = ranks(branches, strategy, third)
     assert all(
-        torch.equal(weights, found[0][0]) and unused for weights, unused in found
+        torch.equal(weights, found[0][0]) and unused
+        for weights, unused in found
     )
     assert found[0][0].isfinite().all()
 
@@ -439,7 +472,9 @@ def relative(rank):
     return step_of(model, opt, x[part], target[part])
 
 
-def test_a_relative_damping_of_block_is_relative_to_the_mean_of_the_ranks(ranks):
+def test_a_relative_damping_of_block_is_relative_to_the_mean_of_the_ranks(
+    ranks,
+):
     layer, x, target = example("linear", 8)
     u = naive.per_sample_gradients(layer, x, target)
     u_of = [u[part] for part in parts(8, ranks.size)]
@@ -462,7 +497,9 @@ SKETCHES = [
 ]
 
 
-@pytest.mark.parametrize("sketch", SKETCHES, ids=lambda sketch: type(sketch).__name__)
+@pytest.mark.parametrize(
+    "sketch", SKETCHES, ids=lambda sketch: type(sketch).__name__
+)
 def test_sketches_choose_the_directions_alike_on_all_ranks(two, sketch):
     found = two(train, 7, {"sketch": sketch, "rank": 4}, [6, 6])
     assert torch.equal(*found) and found[0].isfinite().all()
@@ -470,27 +507,34 @@ def test_sketches_choose_the_directions_alike_on_all_ranks(two, sketch):
     assert not torch.equal(found[0], exactly)  # it was used
 
 
-def parted(rank):
-    """Bases that differ in a bit after a refresh."""
+def parted(rank, curvature):
+    """States that differ in a bit after a refresh."""
     model = network()
     wrapped = DistributedDataParallel(model)
-    opt = seng.SENG(wrapped, lr=0.05, refresh_every=3)
-    real = opt.preconditioner.ranks.agree
+    opt = seng.SENG(wrapped, lr=0.05, refresh_every=3, curvature=curvature)
+    real = opt.engine.strategy.agree
 
-    def agree(blocks, refreshed, sites):
-        for block in blocks.values():
-            block.U.Y.mul_(1 + 1e-3 * rank)
-        real(blocks, refreshed, sites)
+    def agree(states, refreshed, sites):
+        for state in states.values():
+            for t in state.tensors():
+                if t.is_floating_point():
+                    t.mul_(1 + 1e-3 * rank)
+        return real(states, refreshed, sites)
 
-    opt.preconditioner.ranks.agree = agree
+    opt.engine.strategy.agree = agree
     part = parts(12, dist.get_world_size())[rank]
     for x, target in batches(5, 12):
         step_of(wrapped, opt, x[part], target[part])
     return naive.flat([p.detach() for p in model.parameters()])
 
 
-def test_bases_that_differ_become_the_first_ranks(two):
-    assert torch.equal(*two(parted))
+@pytest.mark.parametrize(
+    "curvature",
+    [None, seng.Curvature(), seng.Curvature(base="kronecker")],
+    ids=["P alone", "low rank", "low rank over P"],
+)
+def test_states_that_differ_become_the_first_ranks(two, curvature):
+    assert torch.equal(*two(parted, curvature))
 
 
 def lagged_with(rank, wrap, change):
@@ -520,13 +564,22 @@ def lagged_with(rank, wrap, change):
 
 @pytest.mark.parametrize("change", ["damping", "a batch of its own"])
 def test_what_travels_along_is_what_would_travel_by_itself(two, change):
-    along, alone = two(lagged_with, True, change), two(lagged_with, False, change)
-    assert torch.equal(*along) and naive.relative_error(along[0], alone[0]) < 1e-12
+    along, alone = (
+        two(lagged_with, True, change),
+        two(lagged_with, False, change),
+    )
+    assert (
+        torch.equal(*along)
+        and naive.relative_error(along[0], alone[0]) < 1e-12
+    )
 
 
 def reloaded(rank, strategy, fresh):
     """Save and load in mid-period; on a fresh optimizer too."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        get_state_dict,
+        set_state_dict,
+    )
 
     model = network()
     wrapped = DistributedDataParallel(model)
@@ -534,12 +587,16 @@ def reloaded(rank, strategy, fresh):
     part = parts(12, dist.get_world_size())[rank]
     weights, state = get_state_dict(wrapped, opt)
     if fresh:
-        set_state_dict(wrapped, opt, model_state_dict=weights, optim_state_dict=state)
+        set_state_dict(
+            wrapped, opt, model_state_dict=weights, optim_state_dict=state
+        )
     for i, (x, target) in enumerate(batches(8, 12)):
         step_of(wrapped, opt, x[part], target[part])
         if i == 5:
             opt.load_state_dict(opt.state_dict())
-    return naive.flat([p.detach() for p in model.parameters()]), opt.last_refresh
+    return naive.flat(
+        [p.detach() for p in model.parameters()]
+    ), opt.last_refresh
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -569,13 +626,18 @@ def used_again(rank, strategy):
         model.rank = int(i not in (2,))
         opt.zero_grad()
         naive.loss_of(wrapped(torch.randn(3, 4)), torch.ones(3, 4)).backward()
-        before, g = model.second.weight.detach().clone(), model.second.weight.grad
+        before, g = (
+            model.second.weight.detach().clone(),
+            model.second.weight.grad,
+        )
         opt.step()
     return naive.relative_error(before - model.second.weight.detach(), 0.1 * g)
 
 
 @pytest.mark.parametrize("strategy", ["shared", "block"])
-def test_a_layer_keeps_its_curvature_over_a_refresh_that_does_not_see_it(two, strategy):
+def test_a_layer_keeps_its_curvature_over_a_refresh_that_does_not_see_it(
+    two, strategy
+):
     assert all(off > 0.01 for off in two(used_again, strategy))
 
 
@@ -610,17 +672,26 @@ class Sent:
         return self
 
 
-def test_a_message_does_not_keep_the_averaging(monkeypatch):
-    sent = Sent()
+def test_a_message_does_not_keep_the_strategy(monkeypatch):
+    sent, given = Sent(), []
+
+    def all_reduce(both, **_):
+        given.append(both)
+        return sent
+
     monkeypatch.setattr(
-        "seng.distributed.averaging.dist.all_reduce", lambda *_, **__: sent
+        "seng.distributed.strategies.dist.all_reduce", all_reduce
     )
     p = nn.Parameter(torch.ones(3))
-    averaging = Averaging(Team("lagged", 2), nn.Linear(1, 1), local={p: torch.ones(3)})
-    bucket = SimpleNamespace(buffer=lambda: torch.zeros(3), parameters=lambda: [p])
-    _sent(averaging.team, averaging, bucket)
-    gone = weakref.ref(averaging)
-    del averaging
+    averaged = Averaged(Team("lagged", 2), nn.Linear(1, 1))
+    averaged.message = Message({p: torch.ones(3)})
+    bucket = SimpleNamespace(
+        buffer=lambda: torch.zeros(3), parameters=lambda: [p]
+    )
+    gone = weakref.ref(averaged)
+    _along((averaged.team, gone), bucket)
+    assert given[0].tolist() == [0, 0, 0, 0.5, 0.5, 0.5]  # it travels along
+    del averaged
     assert gone() is None and callable(sent.callback)
 
 
@@ -663,7 +734,8 @@ def drawn(rank):
     from seng.linalg.operators import Explicit
 
     U = Explicit(
-        torch.randn(50, 3, generator=torch.Generator().manual_seed(rank)), (1, 5, 10)
+        torch.randn(50, 3, generator=torch.Generator().manual_seed(rank)),
+        (1, 5, 10),
     )
     share = Share(U, [3, 3], 2, lambda: torch.Generator().manual_seed(9))
     omega = _omega(team_of(None, None), share, seng.sketch.LeverageRows(20))

@@ -30,7 +30,9 @@ def other_options(rank):
 
 
 def other_damping_units(rank):
-    seng.SENG(nn.Linear(4, 3), curvature=seng.Curvature(relative_damping=bool(rank)))
+    seng.SENG(
+        nn.Linear(4, 3), curvature=seng.Curvature(relative_damping=bool(rank))
+    )
 
 
 def stepped(model, opt, count=1):
@@ -57,7 +59,7 @@ def other_steps(rank):
     opt = seng.SENG(model, refresh_every=1)
     stepped(model, opt)
     if rank:
-        opt.preconditioner.steps += 1
+        opt.engine.clock.steps += 1
     stepped(model, opt)
 
 
@@ -67,12 +69,17 @@ def other_damping(rank):
 
 
 def local_among_several(rank):
-    seng.SENG(nn.parallel.DistributedDataParallel(nn.Linear(4, 3)), strategy="local")
+    seng.SENG(
+        nn.parallel.DistributedDataParallel(nn.Linear(4, 3)), strategy="local"
+    )
 
 
 def tensor_parallel(rank):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        parallelize_module,
+    )
 
     model = nn.Sequential(nn.Linear(4, 4))
     seng.SENG(
@@ -85,8 +92,14 @@ def tensor_parallel(rank):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (other_damping, "the dampings of rank 1 are not those of rank 0 at step 0"),
-        (local_among_several, "ranks with curvatures of their own would drift apart"),
+        (
+            other_damping,
+            "the dampings of rank 1 are not those of rank 0 at step 0",
+        ),
+        (
+            local_among_several,
+            "ranks with curvatures of their own would drift apart",
+        ),
         (
             tensor_parallel,
             "DTensors that no fully_shard has made (tensor parallelism?)",
@@ -101,8 +114,14 @@ def tensor_parallel(rank):
             other_seed,
             "the weights of rank 1 are not those of rank 0: wrap the network in DistributedDataParallel",
         ),
-        (other_seed_without_curvature, "the weights of rank 1 are not those of rank 0"),
-        (other_steps, "the ranks refresh their curvature at different steps: [1, 2]"),
+        (
+            other_seed_without_curvature,
+            "the weights of rank 1 are not those of rank 0",
+        ),
+        (
+            other_steps,
+            "the ranks refresh their curvature at different steps: [1, 2]",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -126,16 +145,20 @@ def one_raises(rank):
 
 @pytest.mark.parametrize(
     ("function", "what"),
-    [(only_the_first, "meeting the other ranks"), (one_raises, "comparing weights")],
+    [
+        (only_the_first, "meeting the other ranks"),
+        (one_raises, "comparing weights"),
+    ],
 )
 def test_a_rank_that_is_missing_or_fails_ends_the_wait(hasty, function, what):
+    """A minute of room: on a busy machine it takes far longer than the wait, and torch's own would be 30 minutes."""
     start = time.monotonic()
     (_, error), _ = hasty.outcomes(function)
     assert (
         f"SENG, rank 0 of 2: {what} did not come about; another rank has failed"
         in error
     )
-    assert time.monotonic() - start < TIMEOUT + 15
+    assert time.monotonic() - start < TIMEOUT + 60
 
 
 def forms(rank, options):
@@ -149,4 +172,7 @@ def forms(rank, options):
 )
 def test_factors_cannot_be_shared(two, options):
     for _, error in two.outcomes(forms, options):
-        assert "keeps each sample's factors" in error and "strategy='block'" in error
+        assert (
+            "keeps each sample's factors" in error
+            and "strategy='block'" in error
+        )

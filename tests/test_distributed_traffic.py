@@ -18,7 +18,9 @@ def steps_of(rank, strategy, wrap, options):
     model = network()
     gradient = sum(p.numel() * p.element_size() for p in model.parameters())
     wrapped = (
-        nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else sharded(model)
+        nn.parallel.DistributedDataParallel(model)
+        if wrap == "ddp"
+        else sharded(model)
     )
     if strategy is None:
         opt = torch.optim.SGD(wrapped.parameters(), lr=0.05)
@@ -107,33 +109,3 @@ def test_a_refresh_of_resnet50_every_200_steps_is_less_than_a_tenth_of_a_gradien
 ):
     for sent, gradient in two(resnet50, half):
         assert least < sent / 200 / gradient < most
-
-
-def test_a_limit_on_traffic_is_kept(two):
-    free, gradient = beyond(two, "shared", rank=6, decay=0)
-    limited, _ = beyond(two, "shared", rank=6, decay=0, traffic=0.5)
-    saved = (
-        free[4][0] - limited[4][0]
-    ) / gradient  # T = 4: two directions instead of six
-    assert 4 <= saved < 4.2  # and fewer numbers of who has how much of which
-
-
-def warned(rank):
-    import warnings
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        steps_of(rank, "shared", "ddp", {"rank": 6})
-    return [
-        str(w.message)
-        for w in caught
-        if "gradients per step between ranks" in str(w.message)
-    ]
-
-
-def test_refreshes_that_send_more_than_training_are_told_of(two):
-    for said in two(warned):
-        assert (
-            len(said) == 1
-            and "6 directions every 4 steps is 1.5 gradients per step" in said[0]
-        )

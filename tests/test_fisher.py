@@ -17,6 +17,7 @@ from torch.func import functional_call, hessian, jacrev, vmap
 import seng
 from seng.layers import fisher as columns
 from seng.layers.fisher import seeds
+from seng.tell.inspection import inspect
 
 LOSSES = ("squares", "cross-entropy", "bernoulli")
 
@@ -44,24 +45,32 @@ def jacobians(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     params = {k: p.detach() for k, p in model.named_parameters()}
     rows = [
         jacrev(
-            lambda p, one=one: functional_call(model, p, (one[None],))[0].reshape(-1)
+            lambda p, one=one: functional_call(model, p, (one[None],))[
+                0
+            ].reshape(-1)
         )(params)
         for one in x
     ]
-    return {k: torch.stack([row[k].flatten(1) for row in rows]) for k in params}
+    return {
+        k: torch.stack([row[k].flatten(1) for row in rows]) for k in params
+    }
 
 
 def gauss_newton(
     model: nn.Module, x: Tensor, kind: str
 ) -> dict[tuple[str, str], Tensor]:
     """(1/B) Σ JᵀHJ for every pair of parameters."""
-    with torch.no_grad():  # so that the optimizer does not take it for training
+    with (
+        torch.no_grad()
+    ):  # so that the optimizer does not take it for training
         out = model(x)
     J = jacobians(model, x)
     y = torch.randn_like(out)  # H does not depend on it
     H = torch.stack(
         [
-            hessian(lambda f, t=t: one_loss(kind, f, t))(f).reshape(f.numel(), -1)
+            hessian(lambda f, t=t: one_loss(kind, f, t))(f).reshape(
+                f.numel(), -1
+            )
             for f, t in zip(out, y, strict=True)
         ]
     )
@@ -87,7 +96,10 @@ def layers_of(model: nn.Module, blocks: str) -> list[list[str]]:
 
 
 def expected(
-    model: nn.Module, M: dict[tuple[str, str], Tensor], blocks: str, damping: float
+    model: nn.Module,
+    M: dict[tuple[str, str], Tensor],
+    blocks: str,
+    damping: float,
 ) -> Tensor:
     params = dict(model.named_parameters())
     out = {}
@@ -116,7 +128,10 @@ def network() -> nn.Module:
 
 X, Y = (
     torch.randn(
-        6, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        6,
+        *shape,
+        generator=torch.Generator().manual_seed(1),
+        dtype=torch.float64,
     )
     for shape in ((2, 5, 4), (3,))
 )
@@ -142,7 +157,9 @@ def moved(model: nn.Module, opt: torch.optim.Optimizer) -> Tensor:
 @pytest.mark.parametrize("form", ["auto", "explicit", "implicit", "merged"])
 @pytest.mark.parametrize("blocks", ["layer", "network"])
 @pytest.mark.parametrize("kind", LOSSES)
-def test_gauss_newton_is_the_dense_matrix(kind: str, blocks: str, form: str) -> None:
+def test_gauss_newton_is_the_dense_matrix(
+    kind: str, blocks: str, form: str
+) -> None:
     model = network()
     opt = seng.SENG(
         model,
@@ -162,7 +179,10 @@ def test_gauss_newton_of_every_kind_of_layer(case: Case) -> None:
     torch.manual_seed(0)
     layer = case.layer()
     if (
-        any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in layer.modules())
+        any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm)
+            for m in layer.modules()
+        )
         and layer.training
     ):
         pytest.skip("a batch's samples are not independent")
@@ -185,21 +205,31 @@ def test_gauss_newton_of_every_kind_of_layer(case: Case) -> None:
     M = torch.einsum("bim,bin->mn", J, J) / len(x) / positions
     out = layer(x)
     (out * torch.randn_like(out)).mean().backward()
-    want = 0.5 * dense_direction(M, flat(p.grad for p in layer.parameters()), 0.5)
+    want = 0.5 * dense_direction(
+        M, flat(p.grad for p in layer.parameters()), 0.5
+    )
     assert relative_error(moved(layer, opt), want) < 1e-8
 
 
 def test_one_number_per_sample_needs_no_dimension_for_it() -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1), nn.Flatten(0))
+    model = nn.Sequential(
+        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1), nn.Flatten(0)
+    )
     x = torch.randn(7, 4)
     opt = seng.SENG(
-        model, 1.0, momentum=0, damping=0.1, curvature=options(blocks="network")
+        model,
+        1.0,
+        momentum=0,
+        damping=0.1,
+        curvature=options(blocks="network"),
     )
     J = torch.cat(
         [
             j.flatten(1)
             for j in vmap(
-                jacrev(lambda p, one: functional_call(model, p, (one[None],))[0]),
+                jacrev(
+                    lambda p, one: functional_call(model, p, (one[None],))[0]
+                ),
                 (None, 0),
             )(dict(model.named_parameters()), x).values()
         ],
@@ -208,7 +238,9 @@ def test_one_number_per_sample_needs_no_dimension_for_it() -> None:
     (model(x) ** 2).mean().backward()
     g = flat(p.grad for p in model.parameters())
     assert (
-        relative_error(moved(model, opt), 0.1 * dense_direction(J.T @ J / 7, g, 0.1))
+        relative_error(
+            moved(model, opt), 0.1 * dense_direction(J.T @ J / 7, g, 0.1)
+        )
         < 1e-9
     )
 
@@ -236,8 +268,12 @@ def test_drawn_labels_have_the_hessian_as_their_mean(kind: str) -> None:
     out = torch.randn(1, 2, 4).expand(200_000, 2, 4)
     (s,) = seeds(out, "sampled", kind, torch.Generator().manual_seed(0))  # type: ignore[arg-type]
     s = s.flatten(1)
-    H = hessian(partial(one_loss, kind, y=torch.zeros(2, 4)))(out[0]).reshape(8, 8)
-    assert (s.T @ s / len(s) - H).abs().max() < 0.01 and s.mean(0).abs().max() < 0.01
+    H = hessian(partial(one_loss, kind, y=torch.zeros(2, 4)))(out[0]).reshape(
+        8, 8
+    )
+    assert (s.T @ s / len(s) - H).abs().max() < 0.01 and s.mean(
+        0
+    ).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("blocks", ["layer", "network"])
@@ -246,7 +282,7 @@ def test_sampled_is_the_matrix_of_its_draw(
 ) -> None:
     model, given = network(), list[Tensor]()
     monkeypatch.setattr(
-        "seng.optim.preconditioner.seeds",
+        "seng.layers.collector.seeds",
         lambda *a: (given.append(s) or s for s in columns.seeds(*a)),
     )
     opt = seng.SENG(
@@ -263,7 +299,10 @@ def test_sampled_is_the_matrix_of_its_draw(
     u = {k: torch.einsum("bi,bin->bn", given[0], j) for k, j in J.items()}
     M = {(a, b): u[a].T @ u[b] / 6 for a in u for b in u}
     assert (
-        relative_error(moved(model, opt), 0.2 * expected(model, M, blocks, 0.2)) < 1e-9
+        relative_error(
+            moved(model, opt), 0.2 * expected(model, M, blocks, 0.2)
+        )
+        < 1e-9
     )
 
 
@@ -279,19 +318,25 @@ def test_micro_batches_and_limits_and_the_order_of_zero_grad() -> None:
         )
         M = gauss_newton(model, X[:samples], "cross-entropy")
         for part in (slice(0, 3), slice(3, 6)):
-            loss = 0.5 * nn.functional.cross_entropy(model(X[part]), Y[part].argmax(1))
+            loss = 0.5 * nn.functional.cross_entropy(
+                model(X[part]), Y[part].argmax(1)
+            )
             if part.start == 0:
                 opt.zero_grad()  # between forward and backward, as many loops have it
             loss.backward()
         assert (
-            relative_error(moved(model, opt), 0.3 * expected(model, M, "layer", 0.3))
+            relative_error(
+                moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)
+            )
             < 1e-9
         )
 
 
 def test_a_forward_that_is_not_trained_with_does_not_count() -> None:
     model = network()
-    opt = seng.SENG(model, 1.0, momentum=0, damping=0.3, curvature=options(samples=4))
+    opt = seng.SENG(
+        model, 1.0, momentum=0, damping=0.3, curvature=options(samples=4)
+    )
     M = gauss_newton(model, X[:4], "squares")
     for _ in range(2):
         model(torch.randn_like(X))  # an evaluation that forgot torch.no_grad()
@@ -304,7 +349,10 @@ def test_a_forward_that_is_not_trained_with_does_not_count() -> None:
         X
     ).square().sum().backward()  # accumulated, and beyond the limit of four samples
     assert (
-        relative_error(moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)) < 1e-9
+        relative_error(
+            moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)
+        )
+        < 1e-9
     )
 
 
@@ -316,7 +364,10 @@ def test_a_skipped_step_leaves_nothing_behind() -> None:
     M = gauss_newton(model, X, "squares")
     model(X).square().sum().backward()
     assert (
-        relative_error(moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)) < 1e-9
+        relative_error(
+            moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)
+        )
+        < 1e-9
     )
 
 
@@ -325,7 +376,7 @@ def test_between_refreshes_nothing_is_sent_backward(
 ) -> None:
     model, count = network(), []
     monkeypatch.setattr(
-        "seng.optim.preconditioner.seeds",
+        "seng.layers.collector.seeds",
         lambda *a: count.append(1) or columns.seeds(*a),
     )
     opt = seng.SENG(model, 0.1, refresh_every=3, curvature=options())
@@ -347,7 +398,10 @@ def test_a_batch_of_its_own_needs_no_loss() -> None:
     M = gauss_newton(model, other, "squares")
     model(X).square().mean().backward()
     assert (
-        relative_error(moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)) < 1e-9
+        relative_error(
+            moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)
+        )
+        < 1e-9
     )
 
 
@@ -368,12 +422,12 @@ def test_logits_of_a_record_and_what_has_none() -> None:
     opt = seng.SENG(model, 0.1, curvature=options(fisher="sampled"))
     model(X).logits.square().mean().backward()  # type: ignore[attr-defined]
     opt.step()
-    assert (
-        opt.preconditioner is not None and len(opt.preconditioner.blocks[0].gram) == 6
-    )
+    assert opt.engine is not None and len(inspect(opt).states[0].gram) == 6
     model = Wrapped(True)
     opt = seng.SENG(model, 0.1, curvature=options(fisher="sampled"))
-    with pytest.raises(TypeError, match="start from the module's output.*dict"):
+    with pytest.raises(
+        TypeError, match="start from the module's output.*dict"
+    ):
         model(X)
 
 
@@ -404,7 +458,10 @@ def test_too_many_outputs_are_refused() -> None:
         ({"fisher": "exact"}, "unknown fisher 'exact'"),
         ({"blocks": "all"}, "unknown blocks 'all'"),
         ({"loss": "hinge"}, "unknown loss 'hinge'"),
-        ({"blocks": "network", "combine": "independent"}, "is made layer by layer"),
+        (
+            {"blocks": "network", "combine": "independent"},
+            "is made layer by layer",
+        ),
         (
             {"fisher": "empirical", "loss": "squares"},
             "fisher='empirical' takes the loss that is trained",
@@ -457,7 +514,8 @@ def test_layers_of_every_form_make_one_block(fisher: str) -> None:
                 [
                     v.flatten()
                     for v in torch.autograd.grad(
-                        model(one[None]).square().sum(), list(model.parameters())
+                        model(one[None]).square().sum(),
+                        list(model.parameters()),
                     )
                 ]
             )
@@ -503,7 +561,8 @@ def test_the_network_accumulates_and_truncates_as_one() -> None:
         new = left[:, :k] * s[:k]
         if basis is not None:
             left, s, _ = torch.linalg.svd(
-                torch.cat([0.6**0.5 * basis, 0.4**0.5 * new], 1), full_matrices=False
+                torch.cat([0.6**0.5 * basis, 0.4**0.5 * new], 1),
+                full_matrices=False,
             )
             new = left[:, :k] * s[:k]
         basis = new
@@ -511,18 +570,20 @@ def test_the_network_accumulates_and_truncates_as_one() -> None:
         model(x).square().sum(1).mean().backward()
         g = flat(p.grad for p in params)
         with torch.no_grad():
-            assert opt.preconditioner is not None
+            assert opt.engine is not None
             damping = dict.fromkeys(params, 0.1)
-            grads = {p: p.grad for p in params}
-            found = opt.preconditioner.directions(
-                grads, damping, opt.preconditioner.ready(grads, damping)
-            )  # type: ignore[arg-type]
-            opt.preconditioner.advance()
+            grads = {p: p.grad for p in params if p.grad is not None}
+            plan = opt.engine.ready(
+                grads, damping, updates=False, traced=False
+            )
+            found = opt.engine.directions(plan, grads, damping)
+            opt.engine.advance(damping)
         M = basis @ basis.T
         lam = 0.1 * float(torch.linalg.eigvalsh(M)[-1])
         assert (
             relative_error(
-                flat(found[p] for p in params), lam * dense_direction(M, g, lam)
+                flat(found[p] for p in params),
+                lam * dense_direction(M, g, lam),
             )
             < 1e-9
         )
@@ -534,17 +595,22 @@ def test_one_block_has_one_damping_and_fits_its_memory_or_says_so() -> None:
         {"params": model[0].parameters(), "damping": 0.1},
         {"params": [*model[3].parameters(), *model[5].parameters()]},
     ]
-    opt = seng.SENG(groups, 0.1, module=model, curvature=options(blocks="network"))
+    opt = seng.SENG(
+        groups, 0.1, module=model, curvature=options(blocks="network")
+    )
     model(X).square().mean().backward()
     with pytest.raises(
         ValueError, match="one block, but its parameters have the dampings"
     ):
         opt.step()
-    opt = seng.SENG(model, 0.1, curvature=options(blocks="network", memory=100))
+    opt = seng.SENG(
+        model, 0.1, curvature=options(blocks="network", memory=100)
+    )
     opt.zero_grad()
     model(X).square().mean().backward()
     with pytest.raises(
-        ValueError, match="blocks='network' needs .* where memory=100 allows"
+        ValueError,
+        match="the curvature needs .* where memory=100 allows 100 B",
     ):
         opt.step()
 
@@ -552,7 +618,9 @@ def test_one_block_has_one_damping_and_fits_its_memory_or_says_so() -> None:
 def test_a_saved_network_block_goes_on_as_it_was() -> None:
     def train(model: nn.Module, opt: seng.SENG, steps: range) -> None:
         for i in steps:
-            x = torch.randn(6, 2, 5, 4, generator=torch.Generator().manual_seed(i))
+            x = torch.randn(
+                6, 2, 5, 4, generator=torch.Generator().manual_seed(i)
+            )
             opt.zero_grad()
             model(x).square().mean().backward()
             opt.step()
@@ -598,7 +666,9 @@ def test_attach_and_half_precision() -> None:
             curvature=options(fisher="sampled", blocks="network"),
         )
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            loss = nn.functional.cross_entropy(model(X.float()).float(), Y.argmax(1))
+            loss = nn.functional.cross_entropy(
+                model(X.float()).float(), Y.argmax(1)
+            )
         loss.backward()
         assert all(
             p.grad is not None and p.grad.dtype == torch.float32
@@ -613,7 +683,11 @@ def test_a_loss_scale_does_not_reach_the_curvature() -> None:
     for scale in (1.0, 1024.0):
         model = network().float()
         opt = seng.SENG(
-            model, 1.0, momentum=0, damping=0.3, curvature=options(loss="cross-entropy")
+            model,
+            1.0,
+            momentum=0,
+            damping=0.3,
+            curvature=options(loss="cross-entropy"),
         )
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         scaler.scale(
@@ -631,17 +705,24 @@ def test_a_compiled_module_is_told_what_to_do_and_can() -> None:
     opt = seng.SENG(model, 1.0, momentum=0, damping=0.3, curvature=options())
     compiled = torch.compile(model, backend="eager")
     compiled(X).square().mean().backward()
-    with pytest.raises(RuntimeError, match="not under torch.compile.*curvature_batch"):
+    with pytest.raises(
+        RuntimeError, match="not under torch.compile.*curvature_batch"
+    ):
         opt.step()
     M = gauss_newton(model, X, "squares")
     with opt.curvature_batch():
         model(X)
     assert (
-        relative_error(moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)) < 1e-9
+        relative_error(
+            moved(model, opt), 0.3 * expected(model, M, "layer", 0.3)
+        )
+        < 1e-9
     )
 
 
-def test_parameters_that_the_output_does_not_reach_take_the_plain_gradient() -> None:
+def test_parameters_that_the_output_does_not_reach_take_the_plain_gradient() -> (
+    None
+):
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -15,9 +15,15 @@ from accelerate.state import AcceleratorState, GradientState
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import seng
+from seng.tell.inspection import inspect
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings(
@@ -46,7 +52,9 @@ def _forget_accelerate():
 
 def network(seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)
+    )
 
 
 def data(batch):
@@ -74,7 +82,9 @@ def loss_of(model, batch):
 
 
 def linear_to_zero(opt, steps):
-    return torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 - step / steps)
+    return torch.optim.lr_scheduler.LambdaLR(
+        opt, lambda step: 1 - step / steps
+    )
 
 
 def plain_loop(model, batches, make=seng.SENG, **options):
@@ -95,16 +105,20 @@ def vector(model):
 
 
 def assert_same(model, opt, want, want_opt, *, steps, tolerance=1e-10):
-    ours, theirs = opt.preconditioner, want_opt.preconditioner
+    ours, theirs = inspect(opt), inspect(want_opt)
     assert ours.steps == theirs.steps == steps
-    assert set(ours.blocks) == set(theirs.blocks) == set(range(len(ours.sites)))
-    assert "plain" not in {layer["form"] for layer in opt.diagnostics().values()}
+    assert (
+        set(ours.states) == set(theirs.states) == set(range(len(ours.sites)))
+    )
+    assert "plain" not in {
+        layer["form"] for layer in opt.diagnostics().values()
+    }
     torch.testing.assert_close(
         vector(model), vector(want), rtol=tolerance, atol=tolerance
     )
-    for index, block in ours.blocks.items():
+    for index, state in ours.states.items():
         torch.testing.assert_close(
-            block.top, theirs.blocks[index].top, rtol=tolerance, atol=tolerance
+            state.top, theirs.states[index].top, rtol=tolerance, atol=tolerance
         )
 
 
@@ -114,7 +128,11 @@ def test_the_comparison_can_fail():
     want, _ = plain_loop(network(), batches)
     half = {"curvature": seng.Curvature(relative_damping=False, samples=4)}
     quarter = {"damping": 4 * OPTIONS["damping"]}
-    sgd = {"make": lambda model, lr, **_: torch.optim.SGD(model.parameters(), lr, 0.9)}
+    sgd = {
+        "make": lambda model, lr, **_: torch.optim.SGD(
+            model.parameters(), lr, 0.9
+        )
+    }
     for options in (half, quarter, sgd):
         other, _ = plain_loop(network(), batches, **options)
         assert (vector(other) - vector(want)).norm() > 0.01 * (
@@ -125,7 +143,11 @@ def test_the_comparison_can_fail():
 class Lit(L.LightningModule):
     def __init__(self, seed=0, steps=12, **options):
         super().__init__()
-        self.net, self.steps, self.options = network(seed), steps, OPTIONS | options
+        self.net, self.steps, self.options = (
+            network(seed),
+            steps,
+            OPTIONS | options,
+        )
 
     def training_step(self, batch, _):
         return loss_of(self.net, batch)
@@ -147,7 +169,9 @@ def fit(module, epochs=2, ckpt_path=None, **options):
     }
     if module.automatic_optimization:
         options |= {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP}
-    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", **quiet, **options)
+    trainer = L.Trainer(
+        max_epochs=epochs, accelerator="cpu", **quiet, **options
+    )
     trainer.fit(module, data(4), ckpt_path=ckpt_path)
     return module, trainer.optimizers[0]
 
@@ -205,11 +229,13 @@ class Thaw(Lit):
 def test_lightning_adds_a_param_group():
     """Through a wrapper that subclasses SENG and reads through to it: what is assigned there does not reach the optimizer."""
     module, opt = fit(Thaw())
-    assert opt.preconditioner.steps == 12
-    assert set(opt.preconditioner.blocks) == {0, 1, 2}
+    assert inspect(opt).steps == 12
+    assert set(inspect(opt).states) == {0, 1, 2}
     assert all(
         (p != q).any()
-        for p, q in zip(module.parameters(), network().parameters(), strict=True)
+        for p, q in zip(
+            module.parameters(), network().parameters(), strict=True
+        )
     )
 
 
@@ -238,9 +264,13 @@ def loop(accelerator, model, opt, loader, schedule):
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_accelerate_takes_the_curvature_of_all_micro_batches(k):
-    got = loop(*accelerated(24 // k, refresh_every=1, gradient_accumulation_steps=k))
+    got = loop(
+        *accelerated(24 // k, refresh_every=1, gradient_accumulation_steps=k)
+    )
     assert_same(
-        *got, *plain_loop(network(), [*data(4 * k)] * 2, refresh_every=1), steps=24 // k
+        *got,
+        *plain_loop(network(), [*data(4 * k)] * 2, refresh_every=1),
+        steps=24 // k,
     )
 
 
@@ -293,7 +323,9 @@ def train(folder, way="optimizers", seed=0, resume=None, **options):
 def test_trainer_is_the_plain_loop(way, gradient_checkpointing, tmp_path):
     """Both ways; it divides the loss by all the tokens of a step, and lets go of gradients by model.zero_grad()."""
     got = train(tmp_path, way, gradient_checkpointing=gradient_checkpointing)
-    assert_same(*got, *plain_loop(language_model(), [*TOKENS.split(8)] * 2), steps=12)
+    assert_same(
+        *got, *plain_loop(language_model(), [*TOKENS.split(8)] * 2), steps=12
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -314,7 +346,9 @@ def rounded(framework, folder):
         return fit(Lit(), precision="bf16-mixed")
     if framework == "accelerate":
         return loop(
-            *accelerated(12, gradient_accumulation_steps=2, mixed_precision="bf16")
+            *accelerated(
+                12, gradient_accumulation_steps=2, mixed_precision="bf16"
+            )
         )
     return train(folder, bf16=True)
 
@@ -333,9 +367,11 @@ def test_mixed_precision_goes_nearly_the_same_way(framework, tmp_path):
     before = vector(start)
     want, want_opt = plain_loop(start, [*batches] * 2)
     assert vector(model).dtype == torch.float32
-    assert (vector(model) - vector(want)).norm() < 0.1 * (vector(want) - before).norm()
-    assert len(opt.preconditioner.blocks) == len(opt.preconditioner.sites)
-    for index, block in opt.preconditioner.blocks.items():
+    assert (vector(model) - vector(want)).norm() < 0.1 * (
+        vector(want) - before
+    ).norm()
+    assert len(inspect(opt).states) == len(inspect(opt).sites)
+    for index, block in inspect(opt).states.items():
         torch.testing.assert_close(
-            block.top, want_opt.preconditioner.blocks[index].top, rtol=0.1, atol=0
+            block.top, inspect(want_opt).states[index].top, rtol=0.1, atol=0
         )

@@ -5,18 +5,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import LAYERS
-from test_distributed import CASES, LAM, batches, exact, example, network, parts, train
+from test_distributed import (
+    CASES,
+    LAM,
+    batches,
+    exact,
+    example,
+    network,
+    parts,
+    train,
+)
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import seng
+from seng.tell.inspection import inspect
 
 
 def whole(params) -> torch.Tensor:
     return naive.flat(
         [
-            p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach()
+            p.full_tensor().detach()
+            if hasattr(p, "full_tensor")
+            else p.detach()
             for p in params
         ]
     )
@@ -24,7 +37,9 @@ def whole(params) -> torch.Tensor:
 
 def mesh_of(size: int, hybrid: bool):
     return (
-        init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
+        init_device_mesh(
+            "cpu", (2, size // 2), mesh_dim_names=("replicas", "shards")
+        )
         if hybrid
         else None
     )
@@ -36,10 +51,17 @@ def one_step(rank, names, hybrid):
     for name in names:
         layer, x, target = example(name, 3 * size)
         part = parts(3 * size, size)[rank]
-        model = fully_shard(nn.Sequential(layer), **({"mesh": mesh} if hybrid else {}))
+        model = fully_shard(
+            nn.Sequential(layer), **({"mesh": mesh} if hybrid else {})
+        )
         before = whole(model.parameters())
         opt = seng.SENG(
-            model, lr=1.0, momentum=0.0, damping=LAM, units="paper", curvature=exact()
+            model,
+            lr=1.0,
+            momentum=0.0,
+            damping=LAM,
+            units="paper",
+            curvature=exact(),
         )
         naive.loss_of(model(x[part]), target[part]).backward()
         opt.step()
@@ -62,7 +84,13 @@ def test_spread_parameters_are_one_process_on_all_samples(ranks):
 
 
 def test_hybrid_sharding(four):
-    names = ["linear", "conv2d", "embedding-sequence", "layer-norm", "conv2d-groups"]
+    names = [
+        "linear",
+        "conv2d",
+        "embedding-sequence",
+        "layer-norm",
+        "conv2d-groups",
+    ]
     check(four(one_step, names, True), 4, names)
     assert set(names) <= set(CASES)
 
@@ -87,7 +115,11 @@ def trained(rank, steps, options, accumulate=1):
     for x, target in batches(steps, 12):
         opt.zero_grad()
         chunks = list(
-            zip(x[part].chunk(accumulate), target[part].chunk(accumulate), strict=True)
+            zip(
+                x[part].chunk(accumulate),
+                target[part].chunk(accumulate),
+                strict=True,
+            )
         )
         for i, (a, b) in enumerate(chunks):
             model.set_requires_gradient_sync(i == len(chunks) - 1)
@@ -96,8 +128,12 @@ def trained(rank, steps, options, accumulate=1):
     return whole(model.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"rank": 5}, {"decay": 0, "rank": 6}], ids=str)
-def test_training_with_spread_parameters_is_training_in_one_process(ranks, options):
+@pytest.mark.parametrize(
+    "options", [{}, {"rank": 5}, {"decay": 0, "rank": 6}], ids=str
+)
+def test_training_with_spread_parameters_is_training_in_one_process(
+    ranks, options
+):
     found = ranks(trained, 10, options)
     want = train(0, 10, {"form": "merged", **options}, None)
     assert all(naive.relative_error(w, want) < 1e-8 for w in found)
@@ -115,7 +151,10 @@ def refused(rank, strategy):
 @pytest.mark.parametrize("strategy", ["block", "lagged"])
 def test_the_papers_strategies_need_whole_parameters(two, strategy):
     for _, error in two.outcomes(refused, strategy):
-        assert "averages whole directions" in error and "leave strategy out" in error
+        assert (
+            "averages whole directions" in error
+            and "leave strategy out" in error
+        )
 
 
 def wrapped(how):
@@ -152,7 +191,10 @@ def saved(rank, folder, steps, options, how="fsdp"):
 
 def resumed(rank, folder, steps, options, how="fsdp"):
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        get_state_dict,
+        set_state_dict,
+    )
 
     model = wrapped(how)
     opt = seng.SENG(
@@ -167,7 +209,10 @@ def resumed(rank, folder, steps, options, how="fsdp"):
     seng.expect_curvature(state, folder)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
-        model, opt, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        model,
+        opt,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
     )
     part = parts(12, dist.get_world_size())[rank]
     for x, target in list(batches(2 * steps, 12))[steps:]:
@@ -178,7 +223,9 @@ def resumed(rank, folder, steps, options, how="fsdp"):
 
 
 @pytest.mark.parametrize("options", [{}, {"decay": 0}], ids=str)
-def test_a_checkpoint_resumes_on_another_number_of_ranks(two, four, tmp_path, options):
+def test_a_checkpoint_resumes_on_another_number_of_ranks(
+    two, four, tmp_path, options
+):
     want = two(saved, str(tmp_path / "two"), 6, options)[
         0
     ]  # in mid-period: two steps after a refresh
@@ -190,7 +237,9 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(two, four, tmp_path, op
 @pytest.mark.parametrize(
     ("before", "after"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("ddp", "ddp")]
 )
-def test_a_checkpoint_resumes_under_another_wrapper(two, four, tmp_path, before, after):
+def test_a_checkpoint_resumes_under_another_wrapper(
+    two, four, tmp_path, before, after
+):
     want = two(saved, str(tmp_path / "two"), 6, {}, before)[0]
     for ranks in (two, four):
         assert all(
@@ -210,11 +259,15 @@ def full_state(rank):
     part = parts(12, dist.get_world_size())[rank]
     for i, (x, target) in enumerate(batches(8, 12)):
         if i == 4:
-            whole_state = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+            whole_state = sd.StateDictOptions(
+                full_state_dict=True, cpu_offload=True
+            )
             weights, state = sd.get_state_dict(model, opt, options=whole_state)
             model = sharded(network())
             opt = seng.SENG(model, lr=0.05, damping=0.01, refresh_every=6)
-            told = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            told = sd.StateDictOptions(
+                full_state_dict=True, broadcast_from_rank0=True
+            )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 sd.set_model_state_dict(model, weights, options=told)
@@ -222,7 +275,7 @@ def full_state(rank):
         opt.zero_grad()
         naive.loss_of(model(x[part]), target[part]).backward()
         opt.step()
-    return whole(model.parameters()), opt.preconditioner.renewals
+    return whole(model.parameters()), inspect(opt).refreshes
 
 
 def test_a_state_that_only_the_first_rank_has_is_refreshed_by_all(two):
@@ -251,7 +304,9 @@ def to_and_fro(rank):
                         state,
                         options=sd.StateDictOptions(full_state_dict=True),
                     )
-                out.append(any("seng: the loaded" in str(w.message) for w in told))
+                out.append(
+                    any("seng: the loaded" in str(w.message) for w in told)
+                )
             for x, target in batches(3, 12):
                 opt.zero_grad()
                 naive.loss_of(model(x[part]), target[part]).backward()
@@ -263,7 +318,9 @@ def to_and_fro(rank):
     return out
 
 
-def test_checkpoints_of_the_defaults_load_where_parameters_are_spread_and_back(two):
+def test_checkpoints_of_the_defaults_load_where_parameters_are_spread_and_back(
+    two,
+):
     for found in two(to_and_fro):
         assert found == [True] * 4
 
@@ -272,7 +329,7 @@ def partly(rank):
     model = network()
     ignored = {model[3].bias}
     opt = seng.SENG(fully_shard(model, ignored_params=ignored), lr=0.05)
-    return opt.preconditioner.uncovered
+    return inspect(opt).uncovered
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -281,17 +338,83 @@ def test_a_layer_that_is_partly_spread_takes_the_plain_gradient(two):
         assert "spread over ranks and others are not" in uncovered["3.weight"]
 
 
+def some_spread(rank, steps, spread):
+    """The other layers are whole, and the user averages their gradients."""
+    model = network()
+    others = [
+        p for i in {0, 3, 5} - set(spread) for p in model[i].parameters()
+    ]
+    for i in spread:
+        fully_shard(model[i])
+    opt = seng.SENG(
+        model,
+        lr=0.05,
+        curvature=seng.Curvature(rank=5),
+        damping=0.01,
+        refresh_every=3,
+    )
+    size = dist.get_world_size()
+    part = parts(12, size)[rank]
+    for x, target in batches(steps, 12):
+        opt.zero_grad()
+        naive.loss_of(model(x[part]), target[part]).backward()
+        for p in others:
+            dist.all_reduce(p.grad)
+            p.grad /= size
+        opt.step()
+    return whole(model.parameters())
+
+
+@pytest.mark.parametrize("spread", [(0, 5), (3,)], ids=["first", "second"])
+def test_layers_of_which_only_some_are_spread(two, spread):
+    want = train(0, 7, {"form": "merged", "rank": 5}, None)
+    found = two(some_spread, 7, spread)
+    assert all(naive.relative_error(w, want) < 1e-8 for w in found)
+
+
 def compiled(rank, compiles):
-    model = sharded(network())
+    model, counter = sharded(network()), CompileCounter()
     opt = seng.SENG(model, lr=0.05, refresh_every=3)
-    step = torch.compile(opt.step) if compiles else opt.step
+    step = torch.compile(opt.step, backend=counter) if compiles else opt.step
     part = parts(12, dist.get_world_size())[rank]
     for x, target in batches(7, 12):
         opt.zero_grad()
         naive.loss_of(model(x[part]), target[part]).backward()
         step()
-    return whole(model.parameters())
+    return whole(model.parameters()), counter.frame_count
 
 
 def test_a_compiled_step_is_the_plain_one(two):
-    assert naive.relative_error(two(compiled, True)[1], two(compiled, False)[1]) < 1e-12
+    """Shapes differ among ranks, and what one compiles fits no other: nothing is compiled."""
+    (_, none), (got, other) = two(compiled, True)
+    assert none == other == 0
+    assert torch.equal(got, two(compiled, False)[1][0])
+
+
+def one_rank_each(rank):
+    """FSDP of one process, beside another one."""
+    import warnings
+
+    model = network()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("runs", "shards"))[
+        "shards"
+    ]
+    for i in (0, 3, 5):
+        fully_shard(model[i], mesh=mesh)
+    curvature = seng.Curvature(rank=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = seng.SENG(
+            model, lr=0.05, curvature=curvature, damping=0.01, refresh_every=3
+        )
+        for x, target in batches(7, 12):
+            opt.zero_grad()
+            naive.loss_of(model(x), target).backward()
+            opt.step()
+    return whole(model.parameters())
+
+
+def test_one_process_with_spread_parameters_is_told_of_nothing(two):
+    want = train(0, 7, {"form": "merged", "rank": 5}, None)
+    for found in two(one_rank_each):
+        assert naive.relative_error(found, want) < 1e-8

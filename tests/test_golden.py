@@ -4,7 +4,15 @@ import warnings
 
 import pytest
 import trajectories
-from trajectories import FITS, METHODS, MODELS, RANKS, TOLERANCE, difference, read
+from trajectories import (
+    FITS,
+    METHODS,
+    MODELS,
+    RANKS,
+    TOLERANCE,
+    difference,
+    read,
+)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -19,7 +27,10 @@ def test_a_method_repeats_its_trajectory(method, model):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fit", FITS)
 def test_least_squares_repeats_its_trajectory(fit, model):
-    assert difference(trajectories.fit(model, FITS[fit]), read(fit)[model]) < TOLERANCE
+    assert (
+        difference(trajectories.fit(model, FITS[fit]), read(fit)[model])
+        < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -30,7 +41,9 @@ def test_two_ranks_repeat_their_trajectory(method, model, two):
 
 
 def test_a_trajectory_that_differs_is_seen():
-    other = trajectories.trajectory("mlp", trajectories.default(0.05 * (1 + 1e-8)))
+    other = trajectories.trajectory(
+        "mlp", trajectories.default(0.05 * (1 + 1e-8))
+    )
     assert difference(other, read("default")["mlp"]) > TOLERANCE
 
 

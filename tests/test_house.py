@@ -23,17 +23,19 @@ ROOMS = [
     "checks",
 ]
 
-PENDING = {
-    "checks.py",
-    "notices.py",
-    "metrics/solver.py",
-    "distributed/averaging.py",
-    "distributed/ranks.py",
-    "layers/norms.py",
-} | {"layers/samples.py", "layers/sites.py"}
+PENDING: set[str] = set()
 
 # Code tokens of the core: lower it when the code shrinks; a commit that raises it says why.
-BUDGET = 92_500
+BUDGET = 82_700
+
+# What a file, a function and a line of the core may be, and what is larger today: these are to be lowered, or emptied, as the
+# code is redrawn, and never to grow.
+FILE_TOKENS, FUNCTION_LINES, COLUMNS = 3_500, 50, 100
+TOKENS_A_LINE = 9.0  # on average over the core
+ISINSTANCE = 90  # calls of it
+WIDE_LINES = 55  # of more than COLUMNS, messages; to be 0
+LARGE_FILES: set[str] = set()
+LONG_FUNCTIONS: dict[str, set[str]] = {}
 
 NOT_CODE = {
     getattr(tokenize, name)
@@ -79,6 +81,36 @@ def code(source: str) -> list[tokenize.TokenInfo]:
     ]
 
 
+def long_functions(source: str) -> set[str]:
+    """Functions of more than FUNCTION_LINES lines, from `def` to their last."""
+    return {
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno >= FUNCTION_LINES
+    }
+
+
+def tokens_a_line(sources: list[str]) -> float:
+    """Code tokens per line that holds any."""
+    tokens = [code(source) for source in sources]
+    lines = sum(len({t.start[0] for t in each}) for each in tokens)
+    return sum(map(len, tokens)) / lines
+
+
+def type_questions(source: str) -> int:
+    """Calls of `isinstance`."""
+    return sum(
+        isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "isinstance"
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def wide_lines(source: str) -> int:
+    return sum(len(line) > COLUMNS for line in source.splitlines())
+
+
 def imported(source: str) -> list[str]:
     """The modules of ours that a file imports, anywhere in it."""
     found = []
@@ -111,7 +143,9 @@ def room_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", FILES, ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_imports_point_downward(path):
     if (
         path.name not in ("cli.py", "__main__.py")
@@ -134,3 +168,43 @@ def test_an_import_that_points_upward_is_seen():
 
 def test_the_code_stays_within_its_budget():
     assert sum(len(code(path.read_text())) for path in FILES) <= BUDGET
+
+
+def test_no_file_is_too_large():
+    large = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if len(code(path.read_text())) > FILE_TOKENS
+    }
+    assert large <= LARGE_FILES
+
+
+@pytest.mark.parametrize(
+    "path", FILES, ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_no_function_is_too_long(path):
+    allowed = LONG_FUNCTIONS.get(str(path.relative_to(ROOT)), set())
+    assert long_functions(path.read_text()) <= allowed
+
+
+def test_lines_hold_one_idea():
+    assert tokens_a_line([path.read_text() for path in FILES]) <= TOKENS_A_LINE
+
+
+def test_types_are_seldom_asked_for():
+    assert (
+        sum(type_questions(path.read_text()) for path in FILES) <= ISINSTANCE
+    )
+
+
+def test_lines_fit_a_screen():
+    assert sum(wide_lines(path.read_text()) for path in FILES) <= WIDE_LINES
+
+
+def test_what_is_too_long_or_too_wide_is_seen():
+    at_most = "def f():\n" + "    x = 1\n" * (FUNCTION_LINES - 1)
+    assert long_functions(at_most + "    x = 1\n") == {"f"}
+    assert not long_functions(at_most)
+    assert tokens_a_line(['"""Prose."""\n# more\nx = 1\n\nf(x, 2)\n']) == 4.5
+    assert type_questions("isinstance(isinstance, int) and f(isinstance)") == 1
+    assert wide_lines("x" * (COLUMNS + 1) + "\n" + "x" * COLUMNS) == 1

@@ -1,4 +1,7 @@
-"""The grouped kernels against plain torch, on a GPU or, with TRITON_INTERPRET=1, on the CPU in Triton's interpreter."""
+"""The grouped kernels against plain torch, on a GPU or, where there is none, on the CPU in Triton's interpreter.
+
+conftest.py asks for the interpreter. It takes a second for 50,000 numbers of Y, so blocks are as small as their case allows.
+"""
 
 import os
 
@@ -11,8 +14,11 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from seng.gpu.grouped import Grouped, Hyper, Item, Piece, available, fits  # noqa: E402
-from seng.gpu.kernels import WORK, pull, push  # noqa: E402
-from seng.layers.norms import standardized_sums  # noqa: E402
+from seng.gpu.kernels import AVAILABLE, WORK, pull, push  # noqa: E402
+from seng.gpu.norms import standardized_sums  # noqa: E402
+
+if not AVAILABLE:
+    pytest.skip("needs a C compiler", allow_module_level=True)
 
 TILE = WORK[False].TILE
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -24,9 +30,13 @@ TOLERANCE = {
 }  # of results rounded to this type
 
 
-def draw(*shape, seed=0, dtype=torch.float32, memory_format=torch.contiguous_format):
+def draw(
+    *shape, seed=0, dtype=torch.float32, memory_format=torch.contiguous_format
+):
     x = torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        shape,
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.float64,
     ).to(DEVICE, dtype)
     return x.to(memory_format=memory_format) if len(shape) == 4 else x
 
@@ -50,10 +60,16 @@ def item(
     for p in params:
         pieces.append(Piece(p, column, p.numel() // rows))
         column += p.numel() // rows
-    Y = (draw(k, rows * column, seed=seed + 10) / (rows * column) ** 0.5).to(Y_dtype)
+    Y = (draw(k, rows * column, seed=seed + 10) / (rows * column) ** 0.5).to(
+        Y_dtype
+    )
     core = draw(k, k, seed=seed + 11) / (2 * k)
     return Item(
-        Y, rows, tuple(pieces), core, torch.zeros((), dtype=torch.int64, device=DEVICE)
+        Y,
+        rows,
+        tuple(pieces),
+        core,
+        torch.zeros((), dtype=torch.int64, device=DEVICE),
     )
 
 
@@ -71,12 +87,16 @@ def reference(items, grads):
     out, grads = [], iter(grads)
     for x in items:
         own = [next(grads) for _ in x.pieces]
-        g = torch.cat([v.double().reshape(x.rows, -1) for v in own], 1).flatten()
+        g = torch.cat(
+            [v.double().reshape(x.rows, -1) for v in own], 1
+        ).flatten()
         Y, C = x.Y.double(), x.core.double()
         b = C @ (Y @ g)
         d = (g - Y.T @ b if b.isfinite().all() else g).view(x.rows, -1)
         parts = d.split([piece.width for piece in x.pieces], 1)
-        out += [part.reshape(v.shape) for part, v in zip(parts, own, strict=True)]
+        out += [
+            part.reshape(v.shape) for part, v in zip(parts, own, strict=True)
+        ]
     return out
 
 
@@ -84,7 +104,11 @@ def assert_near(actual, expected):
     for a, e in zip(actual, expected, strict=True):
         tolerance = TOLERANCE[a.dtype]
         torch.testing.assert_close(
-            a.double(), e.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+            a.double(),
+            e.double(),
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
         )
 
 
@@ -96,7 +120,9 @@ BLOCKS = {
     "aligned rows": lambda **o: item((24, 99), (24,), **o),
     "convolution": lambda **o: item((6, 5, 3, 3), **o),
     "convolution with bias": lambda **o: item((6, 5, 3, 3), (6,), **o),
-    "channels last": lambda **o: item((6, 5, 3, 3), memory_format=CHANNELS_LAST, **o),
+    "channels last": lambda **o: item(
+        (6, 5, 3, 3), memory_format=CHANNELS_LAST, **o
+    ),
     "channels last with bias": lambda **o: item(
         (30, 16, 3, 3), (30,), memory_format=CHANNELS_LAST, **o
     ),
@@ -113,10 +139,10 @@ BLOCKS = {
     "k = 1": lambda **o: item((9, 4), k=1, **o),
     "k = 40": lambda **o: item((9, 40), (9,), k=40, **o),
     "k = 100": lambda **o: item((16, 16), k=100, **o),
-    "tall, several tiles": lambda **o: item((61, 83), (61,), k=130, **o),
+    "tall, several tiles": lambda **o: item((13, 83), (13,), k=130, **o),
     "tall, aligned rows": lambda **o: item((16, 80), k=200, **o),
     "tall, channels last": lambda **o: item(
-        (30, 16, 3, 3), (30,), k=64, memory_format=CHANNELS_LAST, **o
+        (8, 16, 3, 3), (8,), k=64, memory_format=CHANNELS_LAST, **o
     ),
 }
 
@@ -133,8 +159,12 @@ def test_direction_of_one_block(name):
     assert_near(out, reference(items, grads))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("Y_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16]
+)
+@pytest.mark.parametrize(
+    "Y_dtype", [torch.float32, torch.bfloat16, torch.float16]
+)
 def test_types(Y_dtype, dtype):
     items = [
         BLOCKS[name](Y_dtype=Y_dtype, dtype=dtype)
@@ -181,7 +211,9 @@ def test_many_spans(monkeypatch):
 def test_basis_that_is_a_view(offset):
     x = item((8, 16), k=4, Y_dtype=torch.float16)
     Y = (
-        torch.empty(x.Y.numel() + offset, dtype=x.Y.dtype, device=DEVICE)[offset:]
+        torch.empty(x.Y.numel() + offset, dtype=x.Y.dtype, device=DEVICE)[
+            offset:
+        ]
         .view(x.Y.shape)
         .copy_(x.Y)
     )
@@ -191,7 +223,11 @@ def test_basis_that_is_a_view(offset):
 
 
 def test_gradients_with_other_strides_or_another_type():
-    items = [BLOCKS["channels last with bias"](), BLOCKS["convolution"](), item((6, 7))]
+    items = [
+        BLOCKS["channels last with bias"](),
+        BLOCKS["convolution"](),
+        item((6, 7)),
+    ]
     grads = gradients(items)
     others = [
         grads[0].contiguous(),
@@ -241,8 +277,9 @@ def test_core_overwritten_in_place():
     before = grouped.directions(grads)
     for x in items:
         x.core.mul_(-3)
-    assert_near(grouped.directions(grads), reference(items, grads))
-    assert not torch.equal(before[0], grouped.directions(grads)[0])
+    after = grouped.directions(grads)
+    assert_near(after, reference(items, grads))
+    assert not torch.equal(before[0], after[0])
 
 
 HYPER = {
@@ -252,7 +289,11 @@ HYPER = {
     "weight decay": [Hyper(0.1, weight_decay=0.2)],
     "maximize": [Hyper(0.1, 0.9, 0.01, maximize=True)],
     "two groups": [Hyper(0.1, 0.9, 0.01), Hyper(0.3, 0.0, 0.1, maximize=True)],
-    "three groups": [Hyper(0.1, 0.9, 0.01), Hyper(0.3), Hyper(0.2, 0.5, nesterov=True)],
+    "three groups": [
+        Hyper(0.1, 0.9, 0.01),
+        Hyper(0.3),
+        Hyper(0.2, 0.5, nesterov=True),
+    ],
 }
 
 
@@ -261,15 +302,22 @@ def test_update_is_sgd_with_the_direction(name):
     hyper = HYPER[name]
     items = [
         BLOCKS[b](seed=q, Y_dtype=torch.float16)
-        for q, b in enumerate(("several tiles", "channels last with bias", "norm"))
+        for q, b in enumerate(
+            ("several tiles", "channels last with bias", "norm")
+        )
     ]
-    grouped, params = Grouped(items), [piece.param for x in items for piece in x.pieces]
+    grouped, params = (
+        Grouped(items),
+        [piece.param for x in items for piece in x.pieces],
+    )
     groups = [q % len(hyper) for q in range(len(params))]
     twins = [p.clone() for p in params]
     sgd = torch.optim.SGD(
         [
             {
-                "params": [twins[q] for q in range(len(params)) if groups[q] == i],
+                "params": [
+                    twins[q] for q in range(len(params)) if groups[q] == i
+                ],
                 **h._asdict(),
             }
             for i, h in enumerate(hyper)
@@ -296,20 +344,28 @@ def test_update_is_sgd_with_the_direction(name):
         assert_near(params, twins)
     assert_near(
         [m for m in buffers if m is not None],
-        [s for t in twins if (s := sgd.state[t].get("momentum_buffer")) is not None],
+        [
+            s
+            for t in twins
+            if (s := sgd.state[t].get("momentum_buffer")) is not None
+        ],
     )
 
 
 @pytest.mark.parametrize("buffer_dtype", [torch.float32, torch.bfloat16])
 def test_update_of_bfloat16(buffer_dtype):
-    items = [item((61, 83), (61,), dtype=torch.bfloat16, Y_dtype=torch.float16)]
+    items = [
+        item((61, 83), (61,), dtype=torch.bfloat16, Y_dtype=torch.float16)
+    ]
     params = [piece.param for piece in items[0].pieces]
     before, grads = [p.double() for p in params], gradients(items)
     buffers = [torch.ones_like(p, dtype=buffer_dtype) for p in params]
     Grouped(items).update(grads, buffers, [Hyper(0.1, 0.5)], [0, 0])
     expected = [0.5 + d for d in reference(items, grads)]
     assert_near(buffers, [m.to(buffer_dtype) for m in expected])
-    assert_near(params, [p - 0.1 * m for p, m in zip(before, expected, strict=True)])
+    assert_near(
+        params, [p - 0.1 * m for p, m in zip(before, expected, strict=True)]
+    )
 
 
 def test_directions_and_update_agree():
@@ -322,7 +378,9 @@ def test_directions_and_update_agree():
     expected = [
         p - 0.5 * d
         for p, d in zip(
-            [p.double() for p in params], grouped.directions(grads), strict=True
+            [p.double() for p in params],
+            grouped.directions(grads),
+            strict=True,
         )
     ]
     versions = [p._version for p in params]
@@ -347,19 +405,33 @@ def test_what_does_not_fit():
     assert fits(x)
     assert not fits(Item(x.Y.double(), 6, x.pieces, x.core, x.failures))
     assert not fits(
-        Item(x.Y, 6, (Piece(weight.param.double(), 0, 4), bias), x.core, x.failures)
+        Item(
+            x.Y,
+            6,
+            (Piece(weight.param.double(), 0, 4), bias),
+            x.core,
+            x.failures,
+        )
     )
     assert not fits(
-        Item(x.Y, 6, (Piece(draw(6, 8)[:, ::2], 0, 4), bias), x.core, x.failures)
+        Item(
+            x.Y, 6, (Piece(draw(6, 8)[:, ::2], 0, 4), bias), x.core, x.failures
+        )
     )
     assert not fits(Item(x.Y, 6, (weight, bias, bias), x.core, x.failures))
-    assert not fits(Item(x.Y, 6, (weight, Piece(draw(6, 2), 4, 2)), x.core, x.failures))
+    assert not fits(
+        Item(x.Y, 6, (weight, Piece(draw(6, 2), 4, 2)), x.core, x.failures)
+    )
     assert not available(torch.device("cpu"))
 
 
 def test_buffers_that_do_not_fit_are_refused():
     items = [BLOCKS["channels last"]()]
-    p, grads, grouped = items[0].pieces[0].param, gradients(items), Grouped(items)
+    p, grads, grouped = (
+        items[0].pieces[0].param,
+        gradients(items),
+        Grouped(items),
+    )
     for buffers in (
         None,
         [torch.zeros_like(p, memory_format=torch.contiguous_format)],
@@ -369,9 +441,13 @@ def test_buffers_that_do_not_fit_are_refused():
             grouped.update(grads, buffers, [Hyper(0.1, 0.9)], [0])
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (4, 33, 7), (2, 40, 9, 11), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5), (4, 33, 7), (2, 40, 9, 11), (1, 1, 1, 1)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, CHANNELS_LAST])
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, CHANNELS_LAST]
+)
 def test_sums_over_the_positions_of_a_norm(shape, dtype, memory_format):
     a, g = (
         draw(*shape, seed=seed, dtype=dtype, memory_format=memory_format)
@@ -380,7 +456,8 @@ def test_sums_over_the_positions_of_a_norm(shape, dtype, memory_format):
     mean, inverse = draw(shape[1], seed=3), draw(shape[1], seed=4).abs()
     weight, bias = standardized_sums(a, g, mean, inverse).chunk(2, 1)
     a, g = (
-        x.double().flatten(2) if x.dim() > 2 else x.double()[..., None] for x in (a, g)
+        x.double().flatten(2) if x.dim() > 2 else x.double()[..., None]
+        for x in (a, g)
     )
     x_hat = (a - mean[:, None]) * inverse[:, None]
     torch.testing.assert_close(

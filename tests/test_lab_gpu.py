@@ -22,7 +22,11 @@ NAMES = ["sgd", "adamw", "seng", "seng-paper", "kfac", "muon"]
 def certain(classes: int) -> nn.Module:
     """Without dropout, whose chance a graph draws in another order."""
     return nn.Sequential(
-        *(layer for layer in small(classes) if not isinstance(layer, nn.Dropout))
+        *(
+            layer
+            for layer in small(classes)
+            if not isinstance(layer, nn.Dropout)
+        )
     )
 
 
@@ -37,7 +41,9 @@ def quiet():
 
 
 def training(name: str, **options) -> Training:
-    changes = {"refresh_every": 7} if name in ("seng", "seng-paper", "kfac") else {}
+    changes = (
+        {"refresh_every": 7} if name in ("seng", "seng-paper", "kfac") else {}
+    )
     return Training(
         Run(CERTAIN, recipe(name, changes), **options),
         load("digits"),
@@ -57,15 +63,23 @@ def losses(run: Training) -> list[float]:
 def test_replayed_steps_are_plain_steps(name):
     replayed, plain = training(name), training(name, graph=False)
     assert losses(replayed) == pytest.approx(losses(plain), rel=0.02)
-    assert plain.graphed is None and replayed.run.head(replayed.device)["run"]["graph"]
+    assert (
+        plain.graphed is None
+        and replayed.run.head(replayed.device)["run"]["graph"]
+    )
     assert replayed.plain < replayed.step / 2 and plain.plain == plain.step
 
 
 def test_a_gradient_is_overwritten_and_not_added_to():
     line = replace(
-        QUICK, build=lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+        QUICK,
+        build=lambda classes: nn.Sequential(
+            nn.Flatten(), nn.Linear(64, classes)
+        ),
     )
-    run = Training(Run(line, recipe("sgd")), load("digits"), torch.device("cuda"))
+    run = Training(
+        Run(line, recipe("sgd")), load("digits"), torch.device("cuda")
+    )
     for _ in range(PLAIN + 3):
         run._step()
     batch = next(run._epoch())

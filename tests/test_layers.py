@@ -31,7 +31,10 @@ def step_direction(model, x, target, damping=0.3, **curvature):
     g = naive.flat([p.grad for p in naive.trained(model)])
     opt.step()
     return naive.flat(
-        [b - p.detach() for b, p in zip(before, naive.trained(model), strict=True)]
+        [
+            b - p.detach()
+            for b, p in zip(before, naive.trained(model), strict=True)
+        ]
     ), g
 
 
@@ -48,7 +51,9 @@ def test_direction_equals_dense_solve(case: Case, form: str, batch: int):
 def test_samples_below_the_batch(case: Case, form: str, samples: int):
     layer = case.layer()
     x, target = case.input(7), case.target(layer, 7)
-    M = naive.fisher(naive.per_sample_gradients(layer, x[:samples], target[:samples]))
+    M = naive.fisher(
+        naive.per_sample_gradients(layer, x[:samples], target[:samples])
+    )
     d, g = step_direction(layer, x, target, form=form, samples=samples)
     assert naive.relative_error(d, naive.dense_direction(M, g, 0.3)) < 1e-9
 
@@ -110,7 +115,10 @@ def test_batch_norm_mode_is_that_of_the_forward():
     got = before - naive.flat(layer.parameters())
     assert layer.training
     assert (
-        naive.relative_error(got, naive.dense_direction(naive.fisher(u), g, 0.3)) < 1e-9
+        naive.relative_error(
+            got, naive.dense_direction(naive.fisher(u), g, 0.3)
+        )
+        < 1e-9
     )
 
 
@@ -123,12 +131,20 @@ def paper_curvature(**options):
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 @pytest.mark.parametrize(
     "make",
-    [lambda: nn.Linear(4, 3), lambda: nn.Conv2d(2, 3, 2), lambda: nn.LayerNorm(4)],
+    [
+        lambda: nn.Linear(4, 3),
+        lambda: nn.Conv2d(2, 3, 2),
+        lambda: nn.LayerNorm(4),
+    ],
 )
 def test_half_frozen_layer(make, frozen, form):
     layer = make()
     getattr(layer, frozen).requires_grad_(False)
-    x = torch.randn(6, 2, 4, 4) if isinstance(layer, nn.Conv2d) else torch.randn(6, 4)
+    x = (
+        torch.randn(6, 2, 4, 4)
+        if isinstance(layer, nn.Conv2d)
+        else torch.randn(6, 4)
+    )
     if isinstance(layer, nn.LayerNorm):
         nn.init.normal_(layer.weight)
     target = torch.randn_like(layer(x))
@@ -169,7 +185,10 @@ def test_input_without_a_sample_dimension_is_one_sample(layer, x, form):
     naive.loss_of(layer(x)[None], target[None]).backward()
     opt.step()
     want = naive.dense_direction(torch.outer(g, g), g, 0.3)
-    assert naive.relative_error(before - naive.flat(layer.parameters()), want) < 1e-9
+    assert (
+        naive.relative_error(before - naive.flat(layer.parameters()), want)
+        < 1e-9
+    )
 
 
 class Scale(nn.Module):
@@ -193,7 +212,7 @@ class Affine(nn.Module):
 
 @pytest.fixture
 def own_kinds():
-    before = dict(seng.layers.KINDS)
+    before = dict(seng.layers.kinds.KINDS)
 
     @seng.layers.columns(Scale)
     def _(layer, a, g):
@@ -204,8 +223,8 @@ def own_kinds():
         return seng.layers.positions(g).mT, seng.layers.positions(a).mT
 
     yield
-    seng.layers.KINDS.clear()
-    seng.layers.KINDS.update(before)
+    seng.layers.kinds.KINDS.clear()
+    seng.layers.kinds.KINDS.update(before)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 5, 4), (6, 2, 3, 4)])
@@ -236,7 +255,10 @@ def test_subclass_with_a_forward_of_its_own_is_not_trusted():
     [
         (nn.LSTM(2, 2), "inside one operation"),
         (nn.GRUCell(2, 2), "inside one operation"),
-        (nn.MultiheadAttention(4, 2), "scaled_dot_product_attention can be covered"),
+        (
+            nn.MultiheadAttention(4, 2),
+            "scaled_dot_product_attention can be covered",
+        ),
         (
             nn.utils.parametrizations.weight_norm(
                 nn.Linear(2, 2)

@@ -15,15 +15,24 @@ import torch
 from conftest import Case
 from hypothesis import HealthCheck, settings
 from opacus.grad_sample import GradSampleModule
-from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention, SequenceBias
+from opacus.layers import (
+    DPGRU,
+    DPLSTM,
+    DPRNN,
+    DPMultiheadAttention,
+    SequenceBias,
+)
 from opacus.layers.dp_rnn import DPRNNCell, RNNLinear
 from opacus.tests.grad_samples import common
 from torch import Tensor, nn
 
 import seng
+from seng.tell.inspection import inspect
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:subTest", "ignore:Using padding='same'", "ignore:Full backward hook"
+    "ignore:subTest",
+    "ignore:Using padding='same'",
+    "ignore:Full backward hook",
 )
 
 SHIPPED = {  # opacus's test file -> the kind whose per-sample gradients it checks
@@ -66,17 +75,19 @@ def ours(
     if not batch_first:
         for layer in module.modules():
             seng.layers.arrange(layer, lambda t: t.transpose(0, 1))
-    curvature = seng.Curvature(form=FORMS[grad_sample_mode], rank=FULL, decay=0)
+    curvature = seng.Curvature(
+        form=FORMS[grad_sample_mode], rank=FULL, decay=0
+    )
     opt = seng.SENG(module, curvature=curvature, strict=True)
     oracle.ModelWithLoss(module, loss_reduction)(x).backward()
-    samples, grads = opt.preconditioner.samples, {}
+    samples, grads = opt.engine.collector.samples, {}
     B = samples.total
     scale = max(B, 1) ** 0.5 / (
         1 if loss_reduction == "mean" else max(B, 1)
     )  # columns are u_i/√ϱ, of a loss that is a mean
-    for index, site in enumerate(opt.preconditioner.sites):
+    for index, site in enumerate(inspect(opt).sites):
         active = samples.active[index]
-        U = samples.take(index, 1 / scale).explicit().U
+        U = samples.take(index, samples.unit(1 / scale)).explicit().U
         assert U.shape[1] == B
         columns = [site.scatter(active, u) for u in U.T]
         for p in (segment.param for segment in active):
@@ -177,11 +188,20 @@ def test_every_layer_of_ours(case: Case, batch, mode):
         (nn.LayerNorm(4), torch.randn(6, 5, 4)),
         (nn.RMSNorm(4), torch.randn(6, 5, 4)),
         (
-            nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)),
+            nn.Sequential(
+                nn.Embedding(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)
+            ),
             torch.randint(4, (6, 5)),
         ),
     ],
-    ids=["linear", "linear-4d", "embedding", "layer-norm", "rms-norm", "network"],
+    ids=[
+        "linear",
+        "linear-4d",
+        "embedding",
+        "layer-norm",
+        "rms-norm",
+        "network",
+    ],
 )
 def test_the_batch_second(layer, x, mode):
     assert agrees(
@@ -194,7 +214,9 @@ def test_the_batch_second(layer, x, mode):
 
 def takes_nothing(case: Case) -> nn.Module:
     layer = case.layer()
-    if isinstance(layer, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
+    if isinstance(
+        layer, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+    ):
         pytest.skip("torch's own forward of it raises on an empty batch")
     return layer
 
@@ -203,7 +225,9 @@ def takes_nothing(case: Case) -> nn.Module:
 @pytest.mark.parametrize("mode", FORMS)
 def test_a_batch_of_nothing_has_no_columns(case: Case, reduction, mode):
     layer = takes_nothing(case)
-    got = ours(case.input(0), layer, loss_reduction=reduction, grad_sample_mode=mode)
+    got = ours(
+        case.input(0), layer, loss_reduction=reduction, grad_sample_mode=mode
+    )
     assert {name: g.shape for name, g in got.items()} == {
         name: (0, *p.shape) for name, p in layer.named_parameters()
     }
@@ -216,7 +240,8 @@ def test_a_batch_of_nothing_is_a_step_to_nowhere(case: Case):
     layer(case.input(0)).sum().backward()
     opt.step()
     assert all(
-        torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True)
+        torch.equal(p, q)
+        for p, q in zip(layer.parameters(), before, strict=True)
     )
 
 
@@ -240,10 +265,15 @@ def test_a_layer_that_runs_many_times(mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "examples"), [("sequence_bias", 150), ("dp_multihead_attention", 40)]
+    ("name", "examples"),
+    [("sequence_bias", 150), ("dp_multihead_attention", 40)],
 )
-def test_a_kind_of_opacus_registered_as_ones_own(name, examples, monkeypatch, calls):
-    monkeypatch.setattr(seng.layers, "KINDS", dict(seng.layers.KINDS))
+def test_a_kind_of_opacus_registered_as_ones_own(
+    name, examples, monkeypatch, calls
+):
+    monkeypatch.setattr(
+        seng.layers.kinds, "KINDS", dict(seng.layers.kinds.KINDS)
+    )
     seng.layers.columns(SequenceBias)(
         lambda layer, a, g: {"bias": g[:, -1]}
     )  # it appends its bias as one more position
@@ -251,9 +281,13 @@ def test_a_kind_of_opacus_registered_as_ones_own(name, examples, monkeypatch, ca
     assert len(calls) > 100
 
 
-@pytest.mark.parametrize("layer", NOT_SHARED, ids=lambda layer: type(layer).__name__)
+@pytest.mark.parametrize(
+    "layer", NOT_SHARED, ids=lambda layer: type(layer).__name__
+)
 def test_what_is_not_shared_has_a_reason(layer):
-    assert seng.layers.kind_of(layer).startswith(f"no rule for {type(layer).__name__}")
+    assert seng.layers.kind_of(layer).startswith(
+        f"no rule for {type(layer).__name__}"
+    )
     with pytest.raises(ValueError, match="no rule for"):
         seng.SENG(nn.Sequential(layer), strict=True)
 
@@ -270,8 +304,12 @@ def test_nothing_of_opacus_is_left_out():
 
 
 WRONG = {
-    "a scale": lambda kind: lambda layer, a, g: kind.rule(layer, a, 1.0001 * g),
-    "another sample's": lambda kind: lambda layer, a, g: kind.rule(layer, a, g.flip(0)),
+    "a scale": lambda kind: (
+        lambda layer, a, g: kind.rule(layer, a, 1.0001 * g)
+    ),
+    "another sample's": lambda kind: (
+        lambda layer, a, g: kind.rule(layer, a, g.flip(0))
+    ),
 }
 
 
@@ -280,9 +318,11 @@ def test_a_wrong_rule_is_found(case: Case, wrong, monkeypatch):
     layer, x = case.layer(), case.input(5)
     kind = seng.layers.kind_of(layer)
     monkeypatch.setitem(
-        seng.layers.KINDS,
+        seng.layers.kinds.KINDS,
         kind.type,
-        dataclasses.replace(kind, rule=WRONG[wrong](kind), unfolded_later=None),
+        dataclasses.replace(
+            kind, rule=WRONG[wrong](kind), unfolded_later=None
+        ),
     )
     assert not agrees(x, layer)
     with pytest.raises(AssertionError, match="values do not match"):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import seng
-from seng.gpu.replay import capturing
+from seng.gpu.recorder import capturing
 from seng.recipes.orthogonal import ELEMENT, MOST, Orthogonal
 from seng.recipes.polar import QUINTIC, RMS, SHORTEST, Stack, polar, stacks_of
+from seng.tell.inspection import inspect
 
 F64 = torch.float64
 OFF = 1e14  # a damping that leaves the gradient as it is
@@ -38,7 +39,9 @@ def data(seed: int = 0) -> tuple[Tensor, Tensor]:
     )
 
 
-def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[float]:
+def train(
+    model: nn.Module, opt: torch.optim.Optimizer, steps: int
+) -> list[float]:
     losses = []
     for i in range(steps):
         x, target = data(i % 2)
@@ -66,10 +69,14 @@ def one_by_one(X: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "shape", [(2, 32, 32), (2, 32, 64), (2, 32, 65), (2, 32, 300), (1, 1, 5)], ids=str
+    "shape",
+    [(2, 32, 32), (2, 32, 64), (2, 32, 65), (2, 32, 300), (1, 1, 5)],
+    ids=str,
 )
 @pytest.mark.parametrize("smallest", [1, 1e-3])
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [F64, torch.float32, torch.bfloat16], ids=str
+)
 def test_steps_on_small_matrices_are_steps(
     shape: tuple[int, ...], smallest: float, dtype: torch.dtype
 ) -> None:
@@ -80,7 +87,8 @@ def test_steps_on_small_matrices_are_steps(
         torch.randn(shape[1], shape[1], dtype=F64, generator=draw)
     ).Q
     X = rotation @ (
-        X * torch.logspace(0, math.log10(smallest), shape[1], dtype=F64)[:, None]
+        X
+        * torch.logspace(0, math.log10(smallest), shape[1], dtype=F64)[:, None]
     )
     exact = one_by_one(X)
     rounding = naive.relative_error(one_by_one(X.to(dtype)), exact)
@@ -93,7 +101,9 @@ def test_steps_on_small_matrices_are_steps(
 def test_singular_values_come_near_one_and_directions_stay(
     shape: tuple[int, ...],
 ) -> None:
-    X = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(0))
+    X = torch.randn(
+        shape, dtype=F64, generator=torch.Generator().manual_seed(0)
+    )
     got = polar(X)
     values = torch.linalg.svdvals(got)
     assert values.min() > 0.6 and values.max() < 1.25
@@ -113,7 +123,9 @@ def test_the_scale_of_a_matrix_does_not_matter(
     dtype: torch.dtype, close: float
 ) -> None:
     """Nor is it squared where squares would vanish or overflow."""
-    X = torch.randn(1, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
+    X = torch.randn(
+        1, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(0)
+    )
     want = polar(X.to(dtype))
     for scale in (1e-30, 1e-20, 1e20, 1e30):
         torch.testing.assert_close(
@@ -127,28 +139,41 @@ def test_a_layer_whose_gradient_is_zero_stays_finite() -> None:
     opt = seng.SENG(layer, 0.01, **seng.presets.orthogonal())
     for i in range(500):
         opt.zero_grad(set_to_none=False)
-        (layer(torch.ones(3, 6, dtype=torch.float32)) * (i < 3)).sum().backward()
+        (
+            layer(torch.ones(3, 6, dtype=torch.float32)) * (i < 3)
+        ).sum().backward()
         opt.step()
     assert layer.weight.isfinite().all()
 
 
 def words(dtype: torch.dtype = F64) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 2)).to(dtype)
+    return nn.Sequential(
+        nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+    ).to(dtype)
 
 
-def read(model: nn.Module, opt: torch.optim.Optimizer, tokens: list[int]) -> None:
+def read(
+    model: nn.Module, opt: torch.optim.Optimizer, tokens: list[int]
+) -> None:
     opt.zero_grad()
     model(torch.tensor([tokens])).square().mean().backward()
     opt.step()
 
 
 @pytest.mark.parametrize("before", ["sgd", "switched", "without r"])
-def test_a_row_that_is_not_read_moves_little_where_r_is_new(before: str) -> None:
+def test_a_row_that_is_not_read_moves_little_where_r_is_new(
+    before: str,
+) -> None:
     """Its momentum is there, and nothing is known of its size."""
     model = words()
-    orthogonal = {"orthogonal": True, "curvature": seng.Curvature(form="plain")}
-    opt = seng.SENG(model, 0.1, **(orthogonal if before == "without r" else {}))
+    orthogonal = {
+        "orthogonal": True,
+        "curvature": seng.Curvature(form="plain"),
+    }
+    opt = seng.SENG(
+        model, 0.1, **(orthogonal if before == "without r" else {})
+    )
     for _ in range(3):
         read(model, opt, list(range(9)))
     if before == "switched":
@@ -162,10 +187,16 @@ def test_a_row_that_is_not_read_moves_little_where_r_is_new(before: str) -> None
         opt.load_state_dict(state)
     table = model[0].weight.detach().clone()
     read(model, opt, [0, 1])
-    assert 0 < (model[0].weight - table).abs().max() <= 0.1 * ELEMENT * MOST * 1.001
+    assert (
+        0
+        < (model[0].weight - table).abs().max()
+        <= 0.1 * ELEMENT * MOST * 1.001
+    )
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [F64, torch.float16, torch.bfloat16], ids=str
+)
 def test_a_row_that_is_read_once_does_not_run_away_with_much_momentum(
     dtype: torch.dtype,
 ) -> None:
@@ -188,14 +219,16 @@ def test_weight_decay_in_half_precision_is_that_of_float32() -> None:
     norms = {}
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.LayerNorm(32)).to(dtype)
+        model = nn.Sequential(
+            nn.Linear(32, 32, bias=False), nn.LayerNorm(32)
+        ).to(dtype)
         opt = seng.SENG(model, 0.02, **seng.presets.orthogonal())
         for i in range(300):
             draw = torch.Generator().manual_seed(i)
             for p in model.parameters():
-                p.grad = torch.randn(p.shape, generator=draw, dtype=torch.float32).to(
-                    dtype
-                )
+                p.grad = torch.randn(
+                    p.shape, generator=draw, dtype=torch.float32
+                ).to(dtype)
             opt.step()
         norms[dtype] = [p.float().norm() for p in model.parameters()]
     torch.testing.assert_close(
@@ -228,9 +261,9 @@ def test_steps_are_counted_without_curvature_too() -> None:
         == train(pair["model"], pair["opt"], 2)
     )
     assert (
-        opt.preconditioner.steps
-        == other.preconditioner.steps
-        == pair["opt"].preconditioner.steps
+        inspect(opt).steps
+        == inspect(other).steps
+        == inspect(pair["opt"]).steps
         == 5
     )
 
@@ -254,7 +287,9 @@ def of_one_length(X: Tensor) -> Tensor:
     ("outputs", "blocks"), [(1, 1), (3, 1), (6, 1), (10, 1), (15, 3), (20, 1)]
 )
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_a_step_is_the_formula(nesterov: bool, outputs: int, blocks: int) -> None:
+def test_a_step_is_the_formula(
+    nesterov: bool, outputs: int, blocks: int
+) -> None:
     """Two steps of one layer: momentum as torch has it, weight and bias one matrix, of one length, decay apart.
 
     Of a layer that is three times as tall as wide, each third has its own polar factor.
@@ -272,7 +307,10 @@ def test_a_step_is_the_formula(nesterov: bool, outputs: int, blocks: int) -> Non
     )
     m = torch.zeros_like(W)
     for i in range(2):
-        x, target = torch.randn(7, 5, dtype=F64), torch.randn(7, outputs, dtype=F64)
+        x, target = (
+            torch.randn(7, 5, dtype=F64),
+            torch.randn(7, outputs, dtype=F64),
+        )
         opt.zero_grad()
         naive.loss_of(layer(x), target).backward()
         g = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
@@ -294,7 +332,12 @@ def test_a_step_is_the_formula(nesterov: bool, outputs: int, blocks: int) -> Non
         (nn.Conv2d(2, 24, (2, 2), bias=False), lambda w: w.flatten(1)),
         (nn.Conv2d(4, 4, 2, groups=4, bias=False), lambda w: w.flatten(1)),
     ],
-    ids=["grouped", "transposed", "four columns a channel", "one channel each"],
+    ids=[
+        "grouped",
+        "transposed",
+        "four columns a channel",
+        "one channel each",
+    ],
 )
 def test_steps_of_other_layers(
     layer: nn.Module, rows: Callable[[Tensor], Tensor], last: bool
@@ -304,7 +347,9 @@ def test_steps_of_other_layers(
     layer = layer.to(memory_format=torch.channels_last) if last else layer
     W = rows(layer.weight).detach().clone()
     opt = seng.SENG(layer, 0.1, damping=OFF, orthogonal=True)
-    layer(torch.randn(5, layer.in_channels, 3, 3, dtype=F64)).square().mean().backward()
+    layer(
+        torch.randn(5, layer.in_channels, 3, 3, dtype=F64)
+    ).square().mean().backward()
     Q = torch.cat(
         [
             of_one_length(part)
@@ -341,38 +386,49 @@ def assorted() -> nn.Module:
     ids=str,
 )
 def test_matrices_filled_up_with_zeros_step_as_each_by_itself(
-    dtype: torch.dtype, least: float, most: float
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    least: float,
+    most: float,
 ) -> None:
     """As on a GPU, where those of several sizes are worked out at once, and in bfloat16."""
     model = assorted()
     ends = []
+    one: list[Stack] = []
+
+    def filled_up(parts: Any) -> list[Stack]:
+        (stack,) = stacks_of(parts, fill=True)
+        one[:] = [Stack(stack.parts, dtype)]
+        return one
+
     for filled in (False, True):
         each = copy.deepcopy(model)
         opt = seng.SENG(each, 0.1, **seng.presets.orthogonal(weight_decay=0.0))
-        layers = opt._layers_of(0, list(each.parameters()))
         if filled:
-            layers.stacks = stacks_of(
-                [part for stack in layers.stacks for part in stack.parts], fill=True
-            )
-            assert len(layers.stacks) == 1
-            layers.stacks = [Stack(layers.stacks[0].parts, dtype)]
-            assert dtype != torch.bfloat16 or all(
-                side % 8 == 0 for side in layers.stacks[0].size[1:]
-            )
+            monkeypatch.setattr("seng.recipes.orthogonal.stacks_of", filled_up)
         for _ in range(2):
             for i, p in enumerate(each.parameters()):
                 p.grad = torch.randn(
                     p.shape, generator=torch.Generator().manual_seed(i)
                 )
             opt.step()
-        assert opt._layers_of(0, list(each.parameters())) is layers
+        (layers,) = opt.polar.kept.values()
+        assert layers.stacks is one if filled else len(layers.stacks) > 1
         ends.append(
             [
                 p.detach() - start.detach()
-                for p, start in zip(each.parameters(), model.parameters(), strict=True)
+                for p, start in zip(
+                    each.parameters(), model.parameters(), strict=True
+                )
             ]
         )
-    errors = [naive.relative_error(got, want) for want, got in zip(*ends, strict=True)]
+    assert dtype != torch.bfloat16 or all(
+        side % 8 == 0 for side in one[0].size[1:]
+    )
+    errors = [
+        naive.relative_error(got, want)
+        for want, got in zip(*ends, strict=True)
+    ]
     assert min(errors) >= least and max(errors) < most
 
 
@@ -383,7 +439,10 @@ def test_matrices_filled_up_with_zeros_step_as_each_by_itself(
             [(3000, 3000), (30, 40), (8, 200_000), (20, 21)],
             [(1, 3000, 3000), (1, 8, 200_000), (2, 30, 40)],
         ),
-        ([(900, 900), (1000, 1000), (1100, 1100)], [(2, 1000, 1000), (1, 1100, 1100)]),
+        (
+            [(900, 900), (1000, 1000), (1100, 1100)],
+            [(2, 1000, 1000), (1, 1100, 1100)],
+        ),
     ],
     ids=["mostly zeros", "too much work"],
 )
@@ -394,12 +453,14 @@ def test_what_is_large_is_not_filled_up(
         *(nn.Linear(n, m, bias=False, device="meta") for m, n in sizes)
     )
     opt = seng.SENG(layers, 0.1, **seng.presets.orthogonal())
-    assert opt.preconditioner is not None
-    parts = [(site, site.segments) for site in opt.preconditioner.sites]
+    assert opt.engine is not None
+    parts = [(site, site.segments) for site in inspect(opt).sites]
     assert [stack.size for stack in stacks_of(parts, fill=True)] == stacks
 
 
-def test_an_input_that_is_nearly_always_zero_is_not_stepped_along_as_far() -> None:
+def test_an_input_that_is_nearly_always_zero_is_not_stepped_along_as_far() -> (
+    None
+):
     """What a polar factor has of it is rounding, or chance: a thousandth of the usual is a hundredth of its step."""
     layer = nn.Linear(40, 4, bias=False).to(F64)
     before = layer.weight.detach().clone()
@@ -425,7 +486,9 @@ class Scaled(nn.Module):
         return self.scale * x
 
 
-@pytest.mark.filterwarnings("ignore:seng. these parameters take the plain gradient")
+@pytest.mark.filterwarnings(
+    "ignore:seng. these parameters take the plain gradient"
+)
 def test_what_is_no_matrix_takes_the_step_of_adam_and_what_is_no_layer_that_of_sgd() -> (
     None
 ):
@@ -442,7 +505,9 @@ def test_what_is_no_matrix_takes_the_step_of_adam_and_what_is_no_layer_that_of_s
         damping=OFF,
         orthogonal=True,
     )
-    table, scale, weight, bias, *_ = [p.detach().clone() for p in before.parameters()]
+    table, scale, weight, bias, *_ = [
+        p.detach().clone() for p in before.parameters()
+    ]
     state = [(p, torch.zeros_like(p), None) for p in (table, weight, bias)]
     for i in range(3):
         draw = torch.Generator().manual_seed(i)
@@ -464,14 +529,19 @@ def test_what_is_no_matrix_takes_the_step_of_adam_and_what_is_no_layer_that_of_s
                 (
                     p
                     - 0.1
-                    * (ELEMENT * 0.1 * (g + 0.9 * m) / (v.sqrt() + 1e-15) + 0.1 * p),
+                    * (
+                        ELEMENT * 0.1 * (g + 0.9 * m) / (v.sqrt() + 1e-15)
+                        + 0.1 * p
+                    ),
                     m,
                     v,
                 )
             )
         state = after
         for got, (p, *_) in zip(
-            (model[0].weight, model[2].weight, model[2].bias), state, strict=True
+            (model[0].weight, model[2].weight, model[2].bias),
+            state,
+            strict=True,
         ):
             torch.testing.assert_close(got.detach(), p, atol=1e-12, rtol=1e-9)
         if i == 0:
@@ -497,7 +567,12 @@ def test_memory_format_and_transposed_layers_do_not_matter() -> None:
         for i in range(3):
             opt.zero_grad()
             x = torch.randn(
-                8, 3, 5, 5, generator=torch.Generator().manual_seed(i), dtype=F64
+                8,
+                3,
+                5,
+                5,
+                generator=torch.Generator().manual_seed(i),
+                dtype=F64,
             )
             model(x.to(memory_format=form)).square().mean().backward()
             opt.step()
@@ -523,20 +598,28 @@ def test_without_curvature_nothing_is_captured_and_the_direction_is_the_gradient
     )
     again = seng.SENG(network(), 0.01, curvature=none)
     again.load_state_dict(opt.state_dict())
-    assert "no curvature" in str(seng.explain(model, data()[0], curvature=none))
-    with pytest.raises(RuntimeError, match="nothing to feed"), opt.curvature_batch():
+    assert "no curvature" in str(
+        seng.explain(model, data()[0], curvature=none)
+    )
+    with (
+        pytest.raises(RuntimeError, match="nothing to feed"),
+        opt.curvature_batch(),
+    ):
         pass
     with pytest.raises(ValueError, match="nothing to attach"):
         seng.attach(sgd, other, curvature=none)
     with pytest.raises(ValueError, match="leave out samples, base, or"):
-        seng.Curvature(form="plain", samples=4, base="diagonal")
+        seng.Curvature(form="plain", samples=4, base="kronecker")
 
 
 def test_a_table_that_a_linear_layer_shares_is_no_matrix() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+            self.table, self.head = (
+                nn.Embedding(7, 4),
+                nn.Linear(4, 7, bias=False),
+            )
             self.head.weight = self.table.weight
 
         def forward(self, x: Tensor) -> Tensor:
@@ -550,7 +633,8 @@ def test_a_table_that_a_linear_layer_shares_is_no_matrix() -> None:
     ).backward()
     opt.step()
     torch.testing.assert_close(
-        before - model.table.weight, 0.1 * ELEMENT * model.table.weight.grad.sign()
+        before - model.table.weight,
+        0.1 * ELEMENT * model.table.weight.grad.sign(),
     )
 
 
@@ -572,7 +656,9 @@ def test_half_precision_does_not_overflow() -> None:
 )
 def test_it_trains_with_every_base(curvature: seng.Curvature) -> None:
     model = network()
-    opt = seng.SENG(model, 0.2, refresh_every=3, curvature=curvature, orthogonal=True)
+    opt = seng.SENG(
+        model, 0.2, refresh_every=3, curvature=curvature, orthogonal=True
+    )
     schedule = torch.optim.lr_scheduler.LinearLR(
         opt, 1.0, 0.0, 60
     )  # steps of one length need one to come to rest
@@ -581,7 +667,9 @@ def test_it_trains_with_every_base(curvature: seng.Curvature) -> None:
         losses += train(model, opt, 2)
         schedule.step()
         schedule.step()
-    assert sum(losses[-2:]) < sum(losses[:2]) - 0.08  # nearly all that there is to gain
+    assert (
+        sum(losses[-2:]) < sum(losses[:2]) - 0.08
+    )  # nearly all that there is to gain
 
 
 def test_groups_choose_and_may_share_a_layer() -> None:
@@ -653,7 +741,9 @@ def test_it_can_be_switched_while_training() -> None:
     train(model, opt, 1)
     moved = (before[5].weight - model[5].weight).detach()
     values = torch.linalg.svdvals(
-        torch.cat([moved, (before[5].bias - model[5].bias).detach()[:, None]], 1)
+        torch.cat(
+            [moved, (before[5].bias - model[5].bias).detach()[:, None]], 1
+        )
     )
     assert values.max() / values.min() < 2
 
@@ -722,7 +812,9 @@ def eventful(
             10: {"momentum": 0.7},
             13: {"weight_decay": 0.0},
         }
-        group |= changes.get(i, {}) | ({"maximize": i == 16, "nesterov": i != 19})
+        group |= changes.get(i, {}) | (
+            {"maximize": i == 16, "nesterov": i != 19}
+        )
         if i == 11:
             for p in model.parameters():
                 p.data = p.data.clone()
@@ -746,21 +838,29 @@ def eventful(
 )
 @pytest.mark.parametrize("tensor", [False, True])
 def test_recorded_steps_are_those_one_by_one(
-    dtype: torch.dtype, close: float, tensor: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    close: float,
+    tensor: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends = []
     for records in (True, False):
         if not records:
             monkeypatch.setattr(Orthogonal, "_recorded", lambda *_: False)
         model = network().to("cuda", dtype)
-        lr: float | Tensor = torch.tensor(0.02, device="cuda") if tensor else 0.02
+        lr: float | Tensor = (
+            torch.tensor(0.02, device="cuda") if tensor else 0.02
+        )
         opt = seng.SENG(model, lr, **seng.presets.orthogonal())
         eventful(model, opt, lr, dtype)
         ends.append(
-            torch.cat([p.detach().double().flatten() for p in model.parameters()])
+            torch.cat(
+                [p.detach().double().flatten() for p in model.parameters()]
+            )
         )
         assert (
-            any(layers.graph is not None for layers in opt._layers.values()) == records
+            any(layers.graph is not None for layers in opt._layers.values())
+            == records
         )
     assert ends[0].isfinite().all() and naive.relative_error(*ends) < close
 
@@ -782,7 +882,9 @@ def test_where_a_recording_does_not_fit_steps_go_on(
     eventful(model, opt, 0.02, F64)
     assert all(p.isfinite().all() for p in model.parameters())
     assert not any(
-        layers.records for layers in opt._layers.values() if layers.key is not None
+        layers.records
+        for layers in opt._layers.values()
+        if layers.key is not None
     )
 
 
@@ -811,10 +913,12 @@ def test_kernels_take_the_steps_that_torch_takes(
                 p.grad = place.copy_(g) if i < 5 or i > 8 else g
             opt.step()
             (layers,) = opt._layers.values()
-            assert bool(layers.places) == (i >= 5) and (layers.graph is not None) == (
-                i > 0
-            )
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            assert bool(layers.places) == (i >= 5) and (
+                layers.graph is not None
+            ) == (i > 0)
+        ends.append(
+            torch.cat([p.detach().flatten() for p in model.parameters()])
+        )
     assert naive.relative_error(*ends) < 2e-3
 
 
@@ -840,7 +944,9 @@ def test_a_recording_that_is_interrupted_leaves_none_behind(
             if interrupted and i == 5:
                 with monkeypatch.context() as patch:
                     patch.setattr(
-                        Orthogonal, "_record", lambda *_: (_ for _ in ()).throw(error())
+                        Orthogonal,
+                        "_record",
+                        lambda *_: (_ for _ in ()).throw(error()),
                     )
                     with (
                         pytest.raises(KeyboardInterrupt)
@@ -851,5 +957,7 @@ def test_a_recording_that_is_interrupted_leaves_none_behind(
                 if error is torch.OutOfMemoryError:
                     continue
             opt.step()
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        ends.append(
+            torch.cat([p.detach().flatten() for p in model.parameters()])
+        )
     assert naive.relative_error(*ends) < 2e-3

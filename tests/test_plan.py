@@ -1,6 +1,7 @@
 """The plan's rules, the memory budget, and explain: the paper's Table 1 from a ResNet50."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import nn
 
 import seng
 from seng.lab.models import resnet50
-from seng.metrics.plan import Dims, paper_form, plan, pooled_plan
+from seng.metrics.plan import Dims, paper_form, plan
+from seng.tell.inspection import inspect
 
 TABLE_1 = {  # case: (n, n_G, n_A, κ), and a layer of ResNet50 that has it
     "I": ((9_408, 64, 147, 12_544), "explicit"),
@@ -29,7 +31,8 @@ def explanation():
 @pytest.mark.parametrize("case", TABLE_1)
 def test_explain_reproduces_table_1(explanation, case):
     found = {
-        (p.dims.n, p.dims.n_G, p.dims.n_A, p.dims.kappa): p for p in explanation.plans
+        (p.dims.n, p.dims.n_G, p.dims.n_A, p.dims.kappa): p
+        for p in explanation.plans
     }
     dims, form = TABLE_1[case]
     assert dims in found
@@ -53,10 +56,18 @@ def test_explain_changes_nothing():
     model[2].eval()
     before = copy.deepcopy(model.state_dict())
     stream = torch.get_rng_state()
-    seng.explain(model, torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
+    seng.explain(
+        model, torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    )
     assert torch.equal(torch.get_rng_state(), stream)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert model.training and not model[2].training and not model[0]._forward_hooks
+    assert all(
+        torch.equal(v, before[k]) for k, v in model.state_dict().items()
+    )
+    assert (
+        model.training
+        and not model[2].training
+        and not model[0]._forward_hooks
+    )
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -72,26 +83,26 @@ def test_explain_takes_tensors_tuples_pairs_and_dicts():
     x = torch.randn(5, 3)
     for batch in ((x, 2.0), {"x": x, "scale": 2.0}):
         assert seng.explain(Two(), batch).plans[0].dims.samples == 5
-    assert seng.explain(nn.Linear(3, 2), (x, torch.zeros(5))).plans[0].dims.n == 8
+    assert (
+        seng.explain(nn.Linear(3, 2), (x, torch.zeros(5))).plans[0].dims.n == 8
+    )
 
 
 def test_explain_tells_what_is_not_covered_and_why():
     model = nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 2))
     explanation = seng.explain(model, torch.randn(2, 5, 3))
     assert "a recurrent layer" in explanation.uncovered["1.weight_ih_l0"]
-    assert "plain gradient: 1.weight_ih_l0: a recurrent layer" in str(explanation)
+    assert "plain gradient: 1.weight_ih_l0: a recurrent layer" in str(
+        explanation
+    )
 
 
 def test_explain_leaves_frozen_layers_out():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
-    assert [p.dims.name for p in seng.explain(model, torch.randn(5, 3)).plans] == ["1"]
-
-
-def test_leaving_the_largest_layer_out_gives_the_others_their_rank_back():
-    huge = Dims("huge", (1, 10**4, 10**4), 1, 256, None)
-    chosen = plan([huge, SMALL], seng.Curvature(rank=16), 10**5)
-    assert [p.form for p in chosen] == ["plain", "merged"] and chosen[1].rank == 16
+    assert [
+        p.dims.name for p in seng.explain(model, torch.randn(5, 3)).plans
+    ] == ["1"]
 
 
 LARGE = Dims("large", (1, 1000, 2000), 1, 256, None)
@@ -100,12 +111,15 @@ NORM = Dims("norm", (1, 1, 128), 1, 256, "explicit")
 WORDS = Dims("words", (1, 50_000, 768), 64, 256, "lookup")
 
 
-def forms(curvature, *dims, budget=None):
-    return [p.form for p in plan(dims, curvature, budget)]
+def forms(curvature, *dims):
+    return [p.form for p in plan(dims, curvature)]
 
 
 def test_the_rules_of_the_automatic_plan():
-    accumulate, replace = seng.Curvature(rank=16), seng.Curvature(rank=16, decay=0)
+    accumulate, replace = (
+        seng.Curvature(rank=16),
+        seng.Curvature(rank=16, decay=0),
+    )
     assert forms(accumulate, LARGE, SMALL, NORM, WORDS) == [
         "merged",
         "merged",
@@ -127,14 +141,19 @@ def test_the_rules_of_the_automatic_plan():
         "explicit",
     ]
     for form in ("explicit", "implicit", "merged"):
-        chosen = forms(seng.Curvature(form=form, decay=0), LARGE, SMALL, NORM, WORDS)
+        chosen = forms(
+            seng.Curvature(form=form, decay=0), LARGE, SMALL, NORM, WORDS
+        )
         assert chosen == [form, form, "explicit", "lookup"]
     assert all(p.why for p in plan([LARGE, SMALL, NORM, WORDS], accumulate))
 
 
 def test_the_planned_bytes_are_those_that_are_kept():
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10)
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 10),
     )
     x = torch.randn(16, 3, 8, 8)
     for options in (
@@ -147,78 +166,86 @@ def test_the_planned_bytes_are_those_that_are_kept():
         model(x).square().mean().backward()
         opt.step()
         planned = {
-            p.dims.name: p.bytes for p in seng.explain(model, x, curvature).plans
+            p.dims.name: p.bytes
+            for p in seng.explain(model, x, curvature).plans
         }
         for name, entry in opt.diagnostics().items():
             overhead = 8 if entry["form"] == "merged" else 0  # its scale
             assert planned[name] <= entry["bytes"] <= planned[name] + overhead
 
 
-@pytest.mark.parametrize("budget", [10**8, 10**7, 10**6, 10**5, 10])
-def test_the_budget_holds(budget):
-    chosen = plan([LARGE, SMALL, NORM], seng.Curvature(rank=64), budget)
-    assert sum(p.bytes for p in chosen) <= budget
-    if budget == 10**7:
-        assert chosen[0].rank < 64 and "to fit memory" in chosen[0].why
-    if budget == 10:
-        assert all(
-            p.form == "plain" and "does not fit into 10 B" in p.why for p in chosen
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("base", ["identity", "kronecker"])
+@pytest.mark.parametrize("budget", [10**9, 10**8, 10**7, 10**6, 10])
+def test_a_budget_is_kept_or_refused_with_what_would_fit(budget, base, pooled):
+    given = {"rank": 64, "base": base, "memory": budget}
+    dims = [LARGE, SMALL, NORM]
+    if budget == 10**9:
+        chosen = plan(dims, seng.Curvature(**given), budget, pooled)
+        assert sum(p.bytes for p in chosen) <= budget and chosen[0].rank == 64
+        return
+    needs = rf"the curvature needs .* where memory={budget} allows"
+    with pytest.raises(ValueError, match=needs) as refused:
+        plan(dims, seng.Curvature(**given), budget, pooled)
+    if budget <= 10**6:
+        assert "use fewer samples, another form or more memory" in str(
+            refused.value
         )
+        return
+    fitting = {
+        k: int(v)
+        for k, v in re.findall(r"(\w*rank)=(\d+)", str(refused.value))
+    }
+    assert "would fit" in str(refused.value)
+    assert set(fitting) == {"rank"} | (
+        {"base_rank"} if base == "kronecker" else set()
+    )
+    chosen = plan(dims, seng.Curvature(**given | fitting), budget, pooled)
+    assert sum(p.bytes for p in chosen) <= budget
+    more = {
+        name: 2 * rank for name, rank in fitting.items()
+    }  # is the most that fits
+    with pytest.raises(ValueError, match=needs):
+        plan(dims, seng.Curvature(**given | more), budget, pooled)
 
 
 def test_a_budget_in_the_optimizer():
     model = nn.Sequential(nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 30))
-    opt = seng.SENG(model, lr=0.1, curvature=seng.Curvature(rank=32, memory=30_000 * 8))
-    model(torch.randn(64, 50)).square().mean().backward()
-    opt.step()
-    assert (
-        sum(block.U.bytes for block in opt.preconditioner.blocks.values()) <= 31_000 * 8
-    )
-    assert opt.preconditioner.ledger.plans[0].rank == 8
+    x = torch.randn(64, 50)
+
+    def stepped(**given):
+        opt = seng.SENG(model, lr=0.1, curvature=seng.Curvature(**given))
+        model(x).square().mean().backward()
+        opt.step()
+        return opt
+
+    memory = 30_000 * 8
+    refused = r"needs .* where memory=240000 allows .*: rank=8 would fit"
+    with pytest.raises(ValueError, match=refused):
+        stepped(rank=32, memory=memory)
+    with pytest.raises(ValueError, match=refused):
+        seng.explain(model, x, seng.Curvature(rank=32, memory=memory))
+    fitting = inspect(stepped(rank=8, memory=memory))
+    assert sum(state.bytes for state in fitting.states.values()) <= memory
+    assert fitting.layers[0].plan.rank == 8 and fitting.budget == memory
     fraction = seng.SENG(model, lr=0.1, curvature=seng.Curvature(memory=0.5))
-    assert fraction.preconditioner.budget > 10**6
-    tight = seng.SENG(
-        model, lr=0.1, curvature=seng.Curvature(form="explicit", memory=1000)
-    )
-    model(torch.randn(64, 50)).square().mean().backward()
+    assert inspect(fraction).budget > 10**6
     with pytest.raises(
-        ValueError, match=r"form='explicit' needs .* where memory=1000 allows 1000 B"
+        ValueError,
+        match=r"needs .* where memory=1000 allows 1000 B: use fewer samples, another",
     ):
-        tight.step()
+        stepped(form="explicit", memory=1000)
 
 
-def test_ranks_that_share_a_basis_keep_to_their_traffic():
-    dims = [Dims("a", (1, 64, 100), 9, 256, None), Dims("b", (1, 3, 4), 1, 256, None)]
-    dims.append(Dims("norm", (1, 1, 64), 1, 256, "explicit"))
-    free = pooled_plan(dims, seng.Curvature(rank=128), None, 20)
-    assert [p.rank for p in free] == [128, 12, 64] and {p.form for p in free} == {
-        "merged"
-    }
-    limited = pooled_plan(dims, seng.Curvature(rank=128, traffic=0.5), None, 20)
-    assert [p.rank for p in limited] == [
-        10,
-        10,
-        10,
-    ] and "0.5 gradients per step at T = 20" in limited[0].why
-    assert [
-        p.rank
-        for p in pooled_plan(dims, seng.Curvature(rank=128, traffic=0.01), None, 20)
-    ] == [1, 1, 1]
-    assert [
-        p.rank
-        for p in pooled_plan(dims, seng.Curvature(rank=16, traffic=0.1), None, 200)
-    ] == [
-        16,
-        12,
-        16,
-    ]  # 0.08: as asked
-
-
-def test_ranks_that_share_a_basis_keep_to_their_memory():
-    dims = [Dims("a", (1, 64, 100), 9, 256, None), Dims("b", (1, 3, 4), 1, 256, None)]
-    halved = pooled_plan(dims, seng.Curvature(rank=16), 6400 * 4 * 8 + 12 * 4 * 8)
-    assert [p.rank for p in halved] == [8, 8]
-    assert [p.form for p in pooled_plan(dims, seng.Curvature(rank=16), 100)] == [
-        "plain",
-        "merged",
+def test_ranks_that_share_a_basis_have_one_width_for_all():
+    dims = [
+        Dims("a", (1, 64, 100), 9, 256, None),
+        Dims("b", (1, 3, 4), 1, 256, None),
     ]
+    dims.append(Dims("norm", (1, 1, 64), 1, 256, "explicit"))
+    shared = plan(dims, seng.Curvature(rank=128), pooled=True)
+    assert [p.rank for p in shared] == [128, 12, 64]
+    assert {p.form for p in shared} == {"merged"}
+    assert all("the same on all ranks" in p.why for p in shared)
+    every = plan(dims, seng.Curvature("explicit"), pooled=True)
+    assert [p.rank for p in every] == [256, 12, 64]  # all samples of all ranks

@@ -39,7 +39,9 @@ def test_the_paper_has_its_own_method() -> None:
     assert options["damping"] == 2.0 and options["refresh_every"] == 200
     model = nn.Linear(4, 2)
     assert (
-        seng.SENG(model, 0.1, units="paper", **options).param_groups[0]["damping"]
+        seng.SENG(model, 0.1, units="paper", **options).param_groups[0][
+            "damping"
+        ]
         == 2.0
     )
 

@@ -10,6 +10,7 @@ import seng
 from seng.lab.muon import MuonAndAdamW
 from seng.lab.recipe import Between, OneOf
 from seng.lab.recipes import RECIPES, recipe
+from seng.tell.inspection import inspect
 
 
 def network():
@@ -68,7 +69,9 @@ def test_every_optimizer_goes_on_from_its_state(name):
             opt.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             opt.step()
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        ends.append(
+            torch.cat([p.detach().flatten() for p in model.parameters()])
+        )
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
 
 
@@ -91,7 +94,7 @@ def test_every_hyperparameter_arrives():
         {
             "lr": "0.3",
             "damping": 0.2,
-            "rank": "none",
+            "rank": "9",
             "average": "0",
             "samples": 7,
             "refresh_every": "5",
@@ -103,21 +106,21 @@ def test_every_hyperparameter_arrives():
         and built.defaults["lr"] == 0.3
         and built.defaults["damping"] == 0.2
     )
-    curvature = built.preconditioner.curvature
-    assert (
-        curvature.rank,
-        curvature.decay,
-        curvature.samples,
-        built.preconditioner.refresh_every,
-    ) == (None, 0.0, 7, 5)
-    paper = recipe("seng-paper").optimizer(model).preconditioner.curvature
+    curvature = inspect(built).metric.curvature
+    assert (curvature.rank, curvature.decay, curvature.samples) == (9, 0.0, 7)
+    assert built.settings.refresh_every == 5
+    assert recipe("seng", {"samples": "none"}).curvature.samples is None
+    paper = inspect(recipe("seng-paper").optimizer(model)).metric.curvature
     assert (paper.relative_damping, paper.decay, paper.combine) == (
         False,
         0.0,
         "independent",
     )
-    assert recipe("kfac", {"average": 0.5}).optimizer(model)._decay == 0.5
-    assert recipe("adam", {"beta1": 0.8}).optimizer(model).defaults["betas"] == (
+    kfac = recipe("kfac", {"average": 0.5}).optimizer(model)
+    assert inspect(kfac).metric.decay == 0.5
+    assert recipe("adam", {"beta1": 0.8}).optimizer(model).defaults[
+        "betas"
+    ] == (
         0.8,
         0.999,
     )
@@ -137,14 +140,18 @@ def test_with_a_large_damping_kfac_is_sgd_norms_and_weight_decay_too():
     ends = []
     for name, own in (("sgd", {}), ("kfac", {"damping": 1e7})):
         model, (x, y) = network(), batch()
-        made = recipe(name, {"lr": 0.1, "weight_decay": 0.05, "nesterov": False, **own})
+        made = recipe(
+            name, {"lr": 0.1, "weight_decay": 0.05, "nesterov": False, **own}
+        )
         opt = made.optimizer(model)
         for step in range(5):
             made.follow(opt.param_groups, step / 5, 2)
             opt.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             opt.step()
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        ends.append(
+            torch.cat([p.detach().flatten() for p in model.parameters()])
+        )
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-4)
 
 
@@ -165,9 +172,9 @@ def test_schedules_are_the_papers():
         and warm.lr_at(2.5, 60) == pytest.approx(0.25)
         and warm.lr_at(5, 60) == 0.4
     )
-    assert recipe("sgd", {"schedule": "linear", "lr": 1}).lr_at(3, 4) == pytest.approx(
-        0.25
-    )
+    assert recipe("sgd", {"schedule": "linear", "lr": 1}).lr_at(
+        3, 4
+    ) == pytest.approx(0.25)
     assert recipe("sgd", {"schedule": "constant", "lr": 1}).lr_at(3, 4) == 1
     large = recipe("seng-paper", {"damping": 0.17, "damping_gamma": 0.9})
     assert (
@@ -180,13 +187,25 @@ def test_schedules_are_the_papers():
     ("name", "changes", "said"),
     [
         ("senk", {}, "there is no optimizer 'senk': did you mean seng"),
-        ("sgd", {"learning_rate": 1}, "the recipe of sgd has no field 'learning_rate'"),
+        (
+            "sgd",
+            {"learning_rate": 1},
+            "the recipe of sgd has no field 'learning_rate'",
+        ),
         ("seng", {"dampin": 1}, "did you mean damping or"),
         ("sgd", {"lr": "fast"}, "lr is a number, not 'fast'"),
         ("sgd", {"lr": -1}, "lr is not negative, not -1"),
         ("sgd", {"lr": float("nan")}, "lr is a number, not nan"),
-        ("sgd", {"nesterov": "perhaps"}, "nesterov is true or false, not 'perhaps'"),
-        ("seng", {"refresh_every": 2.5}, "refresh_every is a whole number, not 2.5"),
+        (
+            "sgd",
+            {"nesterov": "perhaps"},
+            "nesterov is true or false, not 'perhaps'",
+        ),
+        (
+            "seng",
+            {"refresh_every": 2.5},
+            "refresh_every is a whole number, not 2.5",
+        ),
         (
             "sgd",
             {"schedule": "cosin"},
@@ -210,7 +229,12 @@ def test_muon_moves_kernels_in_either_memory_format_alike():
         )
         opt = MuonAndAdamW(kernel, lr=0.1)
         x = torch.randn(
-            8, 3, 6, 6, dtype=torch.float32, generator=torch.Generator().manual_seed(1)
+            8,
+            3,
+            6,
+            6,
+            dtype=torch.float32,
+            generator=torch.Generator().manual_seed(1),
         )
         for _ in range(3):
             opt.zero_grad()

@@ -38,7 +38,15 @@ def run(
     """Ten steps and one epoch between evaluations, `seconds` each."""
     state = ["running"] * (len(metrics) - 1) + ["finished"]
     points = tuple(
-        Point(10 * i, float(i), seconds * i, 2.0 / i, 2.2 / i, metric, state[i - 1])
+        Point(
+            10 * i,
+            float(i),
+            seconds * i,
+            2.0 / i,
+            2.2 / i,
+            metric,
+            state[i - 1],
+        )
         for i, metric in enumerate(metrics, 1)
     )
     return Trajectory(
@@ -62,7 +70,11 @@ def run(
 
 def save(folder: Path, trajectory: Trajectory) -> Path:
     path = path_of(
-        folder, trajectory.task, trajectory.optimizer, trajectory.label, trajectory.seed
+        folder,
+        trajectory.task,
+        trajectory.optimizer,
+        trajectory.label,
+        trajectory.seed,
     )
     head = {
         key: value
@@ -75,7 +87,10 @@ def save(folder: Path, trajectory: Trajectory) -> Path:
 
 
 def climb(rate: float, count: int = 12, top: float = 0.97) -> list[float]:
-    return [top - (top - 0.1) * float(np.exp(-rate * i)) for i in range(1, count + 1)]
+    return [
+        top - (top - 0.1) * float(np.exp(-rate * i))
+        for i in range(1, count + 1)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +105,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ):
             save(
                 out,
-                run(optimizer, seed, climb(rate + 0.02 * seed), seconds + 0.01 * seed),
+                run(
+                    optimizer,
+                    seed,
+                    climb(rate + 0.02 * seed),
+                    seconds + 0.01 * seed,
+                ),
             )
             perplexity = [60 / metric for metric in climb(rate + 0.01 * seed)]
             changes = {
@@ -143,8 +163,12 @@ def test_seeds_that_missed_the_target_are_counted() -> None:
         12.706205 * 0.5, rel=1e-6
     )  # t(0.975, 1)·(1/√2)/√2
     assert found.epochs and found.epochs.mean == pytest.approx(2.5)
-    assert found.final and found.final.mean == pytest.approx((0.95 + 0.92 + 0.7) / 3)
-    assert found.step_ms and found.step_ms.mean == pytest.approx((100 + 200 + 100) / 3)
+    assert found.final and found.final.mean == pytest.approx(
+        (0.95 + 0.92 + 0.7) / 3
+    )
+    assert found.step_ms and found.step_ms.mean == pytest.approx(
+        (100 + 200 + 100) / 3
+    )
     assert looks.cells(found, summary.summarise(runs)[0])[:4] == [
         "seng",
         "2/3",
@@ -156,11 +180,16 @@ def test_seeds_that_missed_the_target_are_counted() -> None:
 def test_a_run_that_shared_the_machine_has_epochs_but_no_seconds(
     tmp_path: Path,
 ) -> None:
-    shared = {"run": {"epochs": 3.0, "batch": 64, "amp": False, "shared": True}}
+    shared = {
+        "run": {"epochs": 3.0, "batch": 64, "amp": False, "shared": True}
+    }
     alone, beside = run(seed=0), run(seed=1, seconds=9.0, **shared)
     mixed = summary.standing([alone, beside])
     assert mixed.reached == 2 and mixed.epochs and mixed.epochs.count == 2
-    assert mixed.seconds and (mixed.seconds.mean, mixed.seconds.count) == (3.0, 1)
+    assert mixed.seconds and (mixed.seconds.mean, mixed.seconds.count) == (
+        3.0,
+        1,
+    )
     assert mixed.step_ms and (mixed.step_ms.mean, mixed.step_ms.count) == (
         pytest.approx(100.0),
         1,
@@ -178,7 +207,9 @@ def test_a_run_that_shared_the_machine_has_epochs_but_no_seconds(
         drawn["bars"]["seconds"][0]["text"] == "untimed (1/1)"
         and drawn["bars"]["epochs"][0]["mean"] == 3.0
     )
-    assert re.search(r"stands first: [\d.]+ epochs to it", page([task], [], "now"))
+    assert re.search(
+        r"stands first: [\d.]+ epochs to it", page([task], [], "now")
+    )
     figures.draw([task], tmp_path)
     assert (tmp_path / "digits-cnn-curves.png").exists()
 
@@ -225,8 +256,14 @@ def test_what_does_not_compare_is_said() -> None:
             tuning=None,
         ),
         run("adam", 0, earlier=(elsewhere,)),
-        run("kfac", 0, points=(Point(1234, 1.0, 1.0, None, None, None, "diverged"),)),
-        run("muon", 0, points=(Point(10, 1.0, 1.0, 1.0, 1.0, 0.5, "running"),)),
+        run(
+            "kfac",
+            0,
+            points=(Point(1234, 1.0, 1.0, None, None, None, "diverged"),),
+        ),
+        run(
+            "muon", 0, points=(Point(10, 1.0, 1.0, 1.0, 1.0, 0.5, "running"),)
+        ),
     ]
     said = "\n".join(summary.summarise(runs)[0].remarks)
     for sentence in (
@@ -240,21 +277,29 @@ def test_what_does_not_compare_is_said() -> None:
     ):
         assert sentence in said
     assert (
-        summary.summarise([run("seng", 0), run("seng", 1), run("sgd", 0)])[0].remarks
+        summary.summarise([run("seng", 0), run("seng", 1), run("sgd", 0)])[
+            0
+        ].remarks
         == ()
     )
 
 
 def test_a_band_ends_with_the_first_seed_that_ends() -> None:
     found = curves.band(
-        [run(seed=0, metrics=(0.2, 0.4, 0.6, 0.8)), run(seed=1, metrics=(0.4, 0.6))],
+        [
+            run(seed=0, metrics=(0.2, 0.4, 0.6, 0.8)),
+            run(seed=1, metrics=(0.4, 0.6)),
+        ],
         "step",
         "metric",
     )
     assert found is not None
     assert found.x.tolist() == [10, 20]
     assert found.mean.tolist() == pytest.approx([0.3, 0.5])
-    assert (found.low.tolist(), found.high.tolist()) == ([0.2, 0.4], [0.4, 0.6])
+    assert (found.low.tolist(), found.high.tolist()) == (
+        [0.2, 0.4],
+        [0.4, 0.6],
+    )
     between = curves.band(
         [
             run(seed=0, metrics=(0.2, 0.4), seconds=1),
@@ -269,7 +314,9 @@ def test_a_band_ends_with_the_first_seed_that_ends() -> None:
         [(0.3 + 0.2) / 2, (0.4 + 0.2 + 0.2 / 3) / 2]
     )
     assert (
-        curves.band([run(), run(seed=1, metrics=(None, None))], "step", "metric")
+        curves.band(
+            [run(), run(seed=1, metrics=(None, None))], "step", "metric"
+        )
         is None
     )
 
@@ -277,7 +324,12 @@ def test_a_band_ends_with_the_first_seed_that_ends() -> None:
 def test_long_curves_are_thinned_with_both_ends() -> None:
     x, _ = curves.series(run(metrics=[0.5] * 5000), "step", "metric")
     assert len(x) == curves.MOST and (x[0], x[-1]) == (10, 50000)
-    assert curves.thin(3).tolist() == [0, 1, 2] and curves.thin(0).tolist() in ([], [0])
+    assert curves.thin(3).tolist() == [0, 1, 2] and curves.thin(
+        0
+    ).tolist() in (
+        [],
+        [0],
+    )
 
 
 def test_an_optimizer_has_one_colour_and_labels_differ_by_dash() -> None:
@@ -288,10 +340,17 @@ def test_an_optimizer_has_one_colour_and_labels_differ_by_dash() -> None:
     tasks = summary.summarise([*runs, run("seng", task="fashion-cnn")])
     main, study, other = looks.looks(tasks)
     assert (
-        len({look.light for look in (main["seng"], other["seng"], *study.values())})
+        len(
+            {
+                look.light
+                for look in (main["seng"], other["seng"], *study.values())
+            }
+        )
         == 1
     )
-    assert [study[name].dash for name in ("seng", "seng-T20", "seng-T100")] == [
+    assert [
+        study[name].dash for name in ("seng", "seng-T20", "seng-T100")
+    ] == [
         "solid",
         "dash",
         "dot",
@@ -302,7 +361,9 @@ def test_an_optimizer_has_one_colour_and_labels_differ_by_dash() -> None:
 def studies() -> list[Trajectory]:
     """Three methods, five refresh periods of one of them and two batch sizes of two."""
     runs = [run(name) for name in ("seng", "sgd", "kfac")]
-    runs += [run("seng", label=f"T{period}") for period in (20, 100, 200, 500, 800)]
+    runs += [
+        run("seng", label=f"T{period}") for period in (20, 100, 200, 500, 800)
+    ]
     return runs + [
         run(name, label=label)
         for name in ("seng", "sgd")
@@ -323,19 +384,36 @@ def test_a_study_stands_by_itself_beside_its_optimizers() -> None:
         (
             "digits-cnn",
             "T",
-            {"seng", "seng-T20", "seng-T100", "seng-T200", "seng-T500", "seng-T800"},
+            {
+                "seng",
+                "seng-T20",
+                "seng-T100",
+                "seng-T200",
+                "seng-T500",
+                "seng-T800",
+            },
         ),
         (
             "digits-cnn",
             "b",
-            {"seng", "seng-b1024", "seng-b4096", "sgd", "sgd-b1024", "sgd-b4096"},
+            {
+                "seng",
+                "seng-b1024",
+                "seng-b4096",
+                "sgd",
+                "sgd-b1024",
+                "sgd-b4096",
+            },
         ),
         ("fashion-cnn", "", {"sgd"}),
         ("only", "b", {"sgd-b1"}),
     ]
     for task, look in zip(tasks, looks.looks(tasks), strict=True):
         assert len(
-            {(paint.light, paint.dash, paint.marker) for paint in look.values()}
+            {
+                (paint.light, paint.dash, paint.marker)
+                for paint in look.values()
+            }
         ) == len(task.methods)
     words = {
         "": "",
@@ -373,12 +451,17 @@ def test_a_study_is_named_wherever_it_is_shown(
         "digits-cnn",
         *(
             f"digits-cnn, {words}"
-            for words in ("runs labelled T…", "runs labelled b…", "other labels")
+            for words in (
+                "runs labelled T…",
+                "runs labelled b…",
+                "other labels",
+            )
         ),
     ]
     said, text = capsys.readouterr().out, out.read_text()
     assert all(
-        f"{title}; target: accuracy of at least 90 %" in said for title in titles
+        f"{title}; target: accuracy of at least 90 %" in said
+        for title in titles
     )
     assert re.findall(r"<h2.*?>(.*?)</h2>", text) == titles
     assert re.findall(r'<a href="#task-\d">(.*?)</a>', text) == titles
@@ -387,9 +470,15 @@ def test_a_study_is_named_wherever_it_is_shown(
         and "<title>Optimizers compared: digits-cnn</title>" in text
     )
     stems = {
-        path.name.removesuffix("-curves.png") for path in pictures.glob("*-curves.png")
+        path.name.removesuffix("-curves.png")
+        for path in pictures.glob("*-curves.png")
     }
-    assert stems == {"digits-cnn", "digits-cnn-T", "digits-cnn-b", "digits-cnn-other"}
+    assert stems == {
+        "digits-cnn",
+        "digits-cnn-T",
+        "digits-cnn-b",
+        "digits-cnn-other",
+    }
     with pytest.raises(SystemExit, match="there are digits-cnn, fashion-cnn$"):
         command.main([str(tmp_path), "--out", str(out), "--tasks", "nothing"])
 
@@ -405,7 +494,9 @@ class Attributes(HTMLParser):
         self.quiet = False
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(
+        self, tag: str, attrs: list[tuple[str, str | None]]
+    ) -> None:
         self.quiet = tag in ("script", "style")
         self.plots += ("class", "plot") in attrs
         self.addresses += [
@@ -443,7 +534,9 @@ def test_the_command_says_what_stands_and_what_was_skipped(
     parsed = Attributes(out.read_text())
     text = " ".join(parsed.words)
     assert parsed.plots == 10
-    assert all(address.startswith(("#", "data:")) for address in parsed.addresses)
+    assert all(
+        address.startswith(("#", "data:")) for address in parsed.addresses
+    )
     for words in (
         "cut in half or not JSON",
         "format 99",
@@ -496,7 +589,9 @@ def test_text_from_files_stays_text() -> None:
     assert "<script>alert" not in text and "</script>alert" not in text
 
 
-def test_the_figures_are_the_same_every_time(folder: Path, tmp_path: Path) -> None:
+def test_the_figures_are_the_same_every_time(
+    folder: Path, tmp_path: Path
+) -> None:
     tasks = summary.summarise(read(folder)[0])[:1]
     first = figures.draw(tasks, tmp_path / "a")
     second = figures.draw(tasks, tmp_path / "b")
@@ -524,9 +619,9 @@ def test_hundreds_of_runs_make_a_page_quickly() -> None:
                 task=f"task{i // 30}",
             )
         )
-    start = time.perf_counter()
+    start = time.process_time()  # what other processes take does not count
     text = page(summary.summarise(runs), [], "results")
-    assert time.perf_counter() - start < 4  # 2 on a machine that does nothing else
+    assert time.process_time() - start < 4  # usually 2
     assert len(text.encode()) < 12e6
 
 
@@ -542,7 +637,9 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
     program = chromium.find()
     if program is None:
         why = "there is no Chromium; scripts/chromium.sh installs one"
-        pytest.fail(why) if os.environ.get("CI_REQUIRES_CHROMIUM") else pytest.skip(why)
+        pytest.fail(why) if os.environ.get(
+            "CI_REQUIRES_CHROMIUM"
+        ) else pytest.skip(why)
     with chromium.browse(program, tmp_path_factory.mktemp("profile")) as page:
         yield page
 
@@ -574,7 +671,9 @@ def test_the_page_draws_itself_without_a_network(
     assert tab.run(f"{ROOT}.dataset.errors") == ""
     assert tab.run(f"{ROOT}.dataset.ready") == "10"
     assert (
-        tab.run("document.querySelectorAll('.plot .main-svg .xaxislayer-above').length")
+        tab.run(
+            "document.querySelectorAll('.plot .main-svg .xaxislayer-above').length"
+        )
         == 10
     )
     assert tab.run(f"{ROOT}.dataset.theme") == theme
@@ -589,7 +688,9 @@ def test_the_page_draws_itself_without_a_network(
         assert (np.median(picture) > 0.5) == (theme == "light")
 
 
-def test_the_buttons_do_what_they_say(tab: chromium.Page, address: str) -> None:
+def test_the_buttons_do_what_they_say(
+    tab: chromium.Page, address: str
+) -> None:
     def click(selector: str) -> None:
         found = f"document.querySelector({json.dumps(selector)})"
         tab.run(f"{found}.click(); new Promise(done => setTimeout(done, 200))")
@@ -602,16 +703,22 @@ def test_the_buttons_do_what_they_say(tab: chromium.Page, address: str) -> None:
     click("button[data-axis=epoch]")
     assert first("layout.xaxis.title.text") == "epochs"
     assert (
-        tab.run("document.querySelectorAll('.plot')[1].layout.xaxis.title.text")
+        tab.run(
+            "document.querySelectorAll('.plot')[1].layout.xaxis.title.text"
+        )
         == "epochs"
     )
     assert (
-        tab.run("document.querySelectorAll('.plot')[5].layout.xaxis.title.text")
+        tab.run(
+            "document.querySelectorAll('.plot')[5].layout.xaxis.title.text"
+        )
         == "seconds of training"
     )  # another task
     click("button[data-loss=loss]")
     assert (
-        tab.run("document.querySelectorAll('.plot')[1].layout.yaxis.title.text")
+        tab.run(
+            "document.querySelectorAll('.plot')[1].layout.yaxis.title.text"
+        )
         == "held-out loss"
     )
     click("button[data-method=sgd]")
@@ -619,7 +726,9 @@ def test_the_buttons_do_what_they_say(tab: chromium.Page, address: str) -> None:
         first("data.filter(trace => trace.visible).map(trace => trace.name)")
     ) == {"seng", "adam"}
     click("button[data-method=sgd]")
-    assert len(first("data.filter(trace => trace.visible)")) == len(first("data"))
+    assert len(first("data.filter(trace => trace.visible)")) == len(
+        first("data")
+    )
     tab.run(
         "Plotly.relayout(document.querySelector('.plot'), {'xaxis.range': [1, 3]}).then(() => 0)"
     )
@@ -651,18 +760,32 @@ def test_odd_runs_are_drawn_and_what_goes_wrong_is_seen(
 ) -> None:
     nasty = "<img src=x onerror=nowhere()>"
     runs = [
-        run("kfac", 0, points=(Point(1234, 1.0, 1.0, None, None, None, "diverged"),)),
+        run(
+            "kfac",
+            0,
+            points=(Point(1234, 1.0, 1.0, None, None, None, "diverged"),),
+        ),
         run("sgd", 0, (0.1,)),
         run("sgd", 1, (None, None)),
         run(nasty, 0),
         run(nasty, 1, (0.3, 0.4)),
-        run("seng", 0, (-1.0, 0.0), task="no-target", target=None, metric_name="score"),
+        run(
+            "seng",
+            0,
+            (-1.0, 0.0),
+            task="no-target",
+            target=None,
+            metric_name="score",
+        ),
         run("seng", 0, (None,), task="nothing"),
     ]
     path = tmp_path / "odd.html"
     path.write_text(page(summary.summarise(runs), [], "results"))
     tab.open(path.as_uri())
-    assert tab.run(f"[{ROOT}.dataset.ready, {ROOT}.dataset.errors]") == ["15", ""]
+    assert tab.run(f"[{ROOT}.dataset.ready, {ROOT}.dataset.errors]") == [
+        "15",
+        "",
+    ]
     tab.run(
         "setTimeout(() => nowhere()); new Image().src = 'https://example.org/x.png'; new Promise(done => setTimeout(done, 200))"
     )

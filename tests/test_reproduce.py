@@ -30,7 +30,9 @@ def cells(label: str) -> list[list[str]]:
     body = text[text.rindex(r"\begin{tabular}", 0, end) : end]
     body = re.sub(r"(?m)(?<!\\)%.*$", "", body)  # comments
     body = re.sub(
-        r"\\(hline|toprule|midrule|bottomrule|textbf|multicolumn\{\d\}\{c\})", "", body
+        r"\\(hline|toprule|midrule|bottomrule|textbf|multicolumn\{\d\}\{c\})",
+        "",
+        body,
     )
     body = (
         re.sub(r"[{}$]", "", body)
@@ -39,7 +41,10 @@ def cells(label: str) -> list[list[str]]:
         .replace(r"\#", "#")
         .replace("\t", " ")
     )
-    rows = [[cell.strip() for cell in line.split("&")] for line in body.split(r"\\")]
+    rows = [
+        [cell.strip() for cell in line.split("&")]
+        for line in body.split(r"\\")
+    ]
     return [row for row in rows if len(row) > 1]
 
 
@@ -48,7 +53,9 @@ def numbers(*cells: str) -> list[float]:
     return [
         float(n)
         for cell in cells
-        for n in re.findall(r"\d+(?:\.\d+)?", re.sub(r"(\d), (\d)", r"\1\2", cell))
+        for n in re.findall(
+            r"\d+(?:\.\d+)?", re.sub(r"(\d), (\d)", r"\1\2", cell)
+        )
     ]
 
 
@@ -72,32 +79,44 @@ def test_tasks_are_the_paper_s() -> None:
                     )
                 )
             found.append(
-                (f"{match[1].lower()}-{network}", int(match[2]) / 100, attempts)
+                (
+                    f"{match[1].lower()}-{network}",
+                    int(match[2]) / 100,
+                    attempts,
+                )
             )
     assert [row[0] for row in found] == [task.name for task in paper.TASKS]
     for (_, target, attempts), task in zip(found, paper.TASKS, strict=True):
         assert task.target == target
-        ours = [(a.seconds, a.epoch_seconds, a.best) for a in task.attempts.values()]
+        ours = [
+            (a.seconds, a.epoch_seconds, a.best)
+            for a in task.attempts.values()
+        ]
         assert ours == [
-            (s, e, None if b is None else pytest.approx(b)) for s, e, b in attempts
+            (s, e, None if b is None else pytest.approx(b))
+            for s, e, b in attempts
         ], task.name
 
 
 @needs_tex
 def test_variants_are_the_paper_s() -> None:
     rows = cells(paper.SOURCES["imagenet"].label)[1:]
-    assert [[v.epochs, v.seconds, v.epoch_seconds] for v in paper.IMAGENET] == [
-        numbers(*row[1:]) for row in rows
-    ]
+    assert [
+        [v.epochs, v.seconds, v.epoch_seconds] for v in paper.IMAGENET
+    ] == [numbers(*row[1:]) for row in rows]
     assert [v.name for v in paper.IMAGENET] == [row[0] for row in rows]
     columns = list(
         zip(
-            *(numbers(*row[1:]) for row in cells(paper.SOURCES["frequency"].label)),
+            *(
+                numbers(*row[1:])
+                for row in cells(paper.SOURCES["frequency"].label)
+            ),
             strict=True,
         )
     )
     assert [
-        (v.refresh_every, v.epochs, v.seconds, v.epoch_seconds) for v in paper.FREQUENCY
+        (v.refresh_every, v.epochs, v.seconds, v.epoch_seconds)
+        for v in paper.FREQUENCY
     ] == columns
 
 
@@ -113,8 +132,12 @@ def test_batch_sizes_are_the_paper_s() -> None:
         "epoch_seconds",
         "epoch_efficiency",
     )
-    assert [[getattr(b, name) for name in fields] for b in paper.BATCHES] == rows
-    rows = [numbers(*row) for row in cells(paper.SOURCES["large-batch"].label)[1:]]
+    assert [
+        [getattr(b, name) for name in fields] for b in paper.BATCHES
+    ] == rows
+    rows = [
+        numbers(*row) for row in cells(paper.SOURCES["large-batch"].label)[1:]
+    ]
     fields = (
         "batch",
         "warmup_lr",
@@ -125,13 +148,19 @@ def test_batch_sizes_are_the_paper_s() -> None:
         "damping_gamma",
     )
     assert [
-        [*(getattr(b, name) for name in fields), 10] for b in paper.LARGE_BATCHES
+        [*(getattr(b, name) for name in fields), 10]
+        for b in paper.LARGE_BATCHES
     ] == rows
 
 
 def test_numbers_spelled_out() -> None:
     first, last = paper.TASKS[0], paper.TASKS[-1]
-    assert (first.name, first.target, first.seng.seconds, first.kfac.epoch_seconds) == (
+    assert (
+        first.name,
+        first.target,
+        first.seng.seconds,
+        first.kfac.epoch_seconds,
+    ) == (
         "cifar10-vgg16bn",
         0.92,
         943.12,
@@ -142,7 +171,10 @@ def test_numbers_spelled_out() -> None:
         paper.Attempt(1091.78, 19.88),
         0.947,
     )
-    assert paper.TASKS[2].adam.best == 0.9497 and paper.TASKS[2].adam.epochs is None
+    assert (
+        paper.TASKS[2].adam.best == 0.9497
+        and paper.TASKS[2].adam.epochs is None
+    )
     assert first.seng.epochs == pytest.approx(53.92, abs=0.01)
     assert paper.IMAGENET[1].epochs == 76 and paper.BATCHES[-1].minutes == 49.7
     assert paper.LARGE_BATCHES[-1].recipe == {
@@ -161,7 +193,9 @@ def test_numbers_spelled_out() -> None:
 def test_the_paper_s_times_agree_with_each_other() -> None:
     for v in {*paper.IMAGENET, *paper.FREQUENCY}:
         epochs = 41 if v.name == "KFAC-800" else v.epochs  # the one slip
-        assert v.seconds / v.epoch_seconds == pytest.approx(epochs, rel=1e-3), v.name
+        assert v.seconds / v.epoch_seconds == pytest.approx(
+            epochs, rel=1e-3
+        ), v.name
     first = paper.BATCHES[0]
     for b in paper.BATCHES:
         assert b.efficiency == pytest.approx(
@@ -180,11 +214,18 @@ def test_targets_are_those_of_our_tasks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "sizes"), [(("adam", "vgg16bn"), [120]), (("sgd", "resnet18"), [30, 135])]
+    ("key", "sizes"),
+    [(("adam", "vgg16bn"), [120]), (("sgd", "resnet18"), [30, 135])],
 )
-def test_grids_have_the_paper_s_sizes(key: tuple[str, str], sizes: list[int]) -> None:
-    assert [sum(1 for _ in paper.points(grid)) for grid in paper.GRIDS[key]] == sizes
-    assert sizes == [prod(map(len, grid.values())) for grid in paper.GRIDS[key]]
+def test_grids_have_the_paper_s_sizes(
+    key: tuple[str, str], sizes: list[int]
+) -> None:
+    assert [
+        sum(1 for _ in paper.points(grid)) for grid in paper.GRIDS[key]
+    ] == sizes
+    assert sizes == [
+        prod(map(len, grid.values())) for grid in paper.GRIDS[key]
+    ]
 
 
 def test_grids_are_recipes() -> None:
@@ -194,19 +235,23 @@ def test_grids_are_recipes() -> None:
             for point in paper.points(
                 {key: values[-1:] for key, values in grid.items()}
             ):
-                assert recipe(optimizer, point).values().items() >= point.items()
-    assert [grid["damping"] for grid in paper.grids("kfac", "svhn-vgg16bn")] == [
-        (1.5, 2.0, 2.5)
-    ] * 2
-    assert [grid["damping"] for grid in paper.grids("seng-paper", "svhn-resnet18")] == [
-        (0.8, 1.0, 1.2)
-    ] * 2
+                assert (
+                    recipe(optimizer, point).values().items() >= point.items()
+                )
+    assert [
+        grid["damping"] for grid in paper.grids("kfac", "svhn-vgg16bn")
+    ] == [(1.5, 2.0, 2.5)] * 2
+    assert [
+        grid["damping"] for grid in paper.grids("seng-paper", "svhn-resnet18")
+    ] == [(0.8, 1.0, 1.2)] * 2
     assert (
         paper.grids("muon", "cifar10-resnet18")
         == paper.grids("sgd", "digits-cnn")
         == ()
     )
-    assert all(recipe("seng-paper", b.recipe).lr == b.lr for b in paper.LARGE_BATCHES)
+    assert all(
+        recipe("seng-paper", b.recipe).lr == b.lr for b in paper.LARGE_BATCHES
+    )
 
 
 def test_units_of_a_point() -> None:
@@ -255,13 +300,23 @@ def write(
                 "epoch": i + 1.0,
                 "seconds": pace * (i + 1),
             },
-            **{"train_loss": 0.5, "loss": 0.5, "metric": metric, "tuning": None},
+            **{
+                "train_loss": 0.5,
+                "loss": 0.5,
+                "metric": metric,
+                "tuning": None,
+            },
             **{
                 "provenance": {"machine": MACHINE},
-                "state": ("target" if reached else "finished") if over else "running",
+                "state": ("target" if reached else "finished")
+                if over
+                else "running",
             },
         }
-        append(path_of(folder, task, name, label, seed), line | (other if over else {}))
+        append(
+            path_of(folder, task, name, label, seed),
+            line | (other if over else {}),
+        )
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -289,7 +344,9 @@ def test_tasks_with_ours_beside_them(
     write(tmp_path, task, "seng-paper", 0, [0.5] * 7 + [0.95], 2.5)
     write(tmp_path, task, "seng-paper", 1, [0.5, 0.93], 2.5)
     write(tmp_path, task, "adam", 0, [0.9, 0.9123], 2.0)
-    write(tmp_path, task, "seng", 9, [0.95], 1.0, label="T20")  # another method
+    write(
+        tmp_path, task, "seng", 9, [0.95], 1.0, label="T20"
+    )  # another method
     text = printed(capsys, "tasks", "--results", str(tmp_path))
     #             s to target: paper, ours, seeds; ÷ sgd; epochs; s/epoch; ÷ sgd
     assert (
@@ -297,24 +354,33 @@ def test_tasks_with_ours_beside_them(
         == "1083.60 20.0 ± 5.0 3/3 1.00 1.00 72.0 10.0 ± 2.5 15.04 2.00 1.00 1.00"
     )
     assert (
-        row(text, task, "seng") == "– 15.0 ± 0.0 3/3 – 0.75 – 5.00 ± 0.00 – 3.00 – 1.50"
+        row(text, task, "seng")
+        == "– 15.0 ± 0.0 3/3 – 0.75 – 5.00 ± 0.00 – 3.00 – 1.50"
     )
     assert (
         row(text, task, "seng-paper")
         == "940.72 20.0 1/2 0.87 1.00 57.1 8.00 16.48 2.50 1.10 1.25"
     )
     assert (
-        row(text, task, "adam") == "N/91.3% N/91.23% 0/1 – – – – 15.39 2.00 1.02 1.00"
+        row(text, task, "adam")
+        == "N/91.3% N/91.23% 0/1 – – – – 15.39 2.00 1.02 1.00"
     )
-    assert row(text, task, "kfac") == "1040.24 – – 0.96 – 52.9 – 19.67 – 1.31 –"
-    assert row(text, "cifar100-resnet18", "sgd") == "N/75.0% – – – – – – 14.99 – 1.00 –"
+    assert (
+        row(text, task, "kfac") == "1040.24 – – 0.96 – 52.9 – 19.67 – 1.31 –"
+    )
+    assert (
+        row(text, "cifar100-resnet18", "sgd")
+        == "N/75.0% – – – – – – 14.99 – 1.00 –"
+    )
     assert (
         MACHINE in text
         and "V100" in text
         and "not comparable" in text
         and "95 % interval" in text
     )
-    assert f"seng compare {task} --optimizers kfac --seeds 3" in text.splitlines()
+    assert (
+        f"seng compare {task} --optimizers kfac --seeds 3" in text.splitlines()
+    )
     every = "--optimizers seng-paper seng sgd adam kfac --seeds 3"
     assert f"seng compare cifar10-vgg16bn {every}" in text.splitlines()
     assert (
@@ -354,11 +420,18 @@ def test_what_cannot_be_compared_is_left_out_and_said(
     path.write_text(path.read_text() + '{"format": 1, "task": "svh')
     text = printed(capsys, "tasks", "--results", str(tmp_path))
     assert row(text, "svhn-resnet18", "sgd").startswith("1091.78 4.00 1/1 ")
-    assert row(text, "svhn-resnet18", "adam").startswith("N/94.7% N/50.0% 0/1 ")
+    assert row(text, "svhn-resnet18", "adam").startswith(
+        "N/94.7% N/50.0% 0/1 "
+    )
     assert row(text, "svhn-resnet18", "seng").startswith("– – – ")
     assert row(text, "svhn-resnet18", "kfac").startswith("1103.17 – – ")
-    assert "seng on svhn-resnet18, seed 1, which is not finished (step 390)" in text
-    assert "kfac on svhn-resnet18, seed 2, whose target is 0.5, not 0.96" in text
+    assert (
+        "seng on svhn-resnet18, seed 1, which is not finished (step 390)"
+        in text
+    )
+    assert (
+        "kfac on svhn-resnet18, seed 2, whose target is 0.5, not 0.96" in text
+    )
     assert "cut in half" in text and "rebuilt" in text
 
 
@@ -367,16 +440,31 @@ def test_imagenet_by_refresh_period(
 ) -> None:
     task = "imagenet-resnet50"
     write(tmp_path, task, "sgd", 0, [0.5, 0.76], 100.0, target=0.759)
-    write(tmp_path, task, "seng-paper", 0, [0.76], 120.0, target=0.759, label="T800")
+    write(
+        tmp_path,
+        task,
+        "seng-paper",
+        0,
+        [0.76],
+        120.0,
+        target=0.759,
+        label="T800",
+    )
     text = printed(capsys, "imagenet", "--results", str(tmp_path))
     assert (
         row(text, task, "SENG-800")
         == "27190.00 120.0 1/1 0.62 0.60 41.0 1.00 663.17 120.00 1.15 1.20"
     )
     assert row(text, task, "SGD").startswith("43707.00 200.0 1/1 ")
-    assert row(text, task, "KFAC-200") == "42307.00 – – 0.97 – 42.0 – 1007.31 – 1.75 –"
+    assert (
+        row(text, task, "KFAC-200")
+        == "42307.00 – – 0.97 – 42.0 – 1007.31 – 1.75 –"
+    )
     last = "seng compare imagenet-resnet50 --optimizers kfac --seeds 3 --label T200 --set refresh_every=200"
-    assert f"{last}   # needs ImageNet-1k: seng data imagenet" in text.splitlines()
+    assert (
+        f"{last}   # needs ImageNet-1k: seng data imagenet"
+        in text.splitlines()
+    )
     assert (
         "--label T800 --set refresh_every=800" in text
         and "--optimizers seng-paper --seeds 3 --label T800" not in text
@@ -396,13 +484,26 @@ def test_studies_come_from_labels_and_are_of_another_task(
             pace,
             label=f"T{period}",
         )
-    write(tmp_path, "cifar10-resnet18", "sgd", 0, [0.5, 0.93], 1.0, label="b1024")
-    write(tmp_path, "cifar10-vgg16bn", "seng", 0, [0.95], 1.0, label="T20", target=0.92)
+    write(
+        tmp_path, "cifar10-resnet18", "sgd", 0, [0.5, 0.93], 1.0, label="b1024"
+    )
+    write(
+        tmp_path,
+        "cifar10-vgg16bn",
+        "seng",
+        0,
+        [0.95],
+        1.0,
+        label="T20",
+        target=0.92,
+    )
     write(tmp_path, "cifar10-resnet18", "seng", 0, [0.95], 1.0, label="T20x")
     text = printed(capsys, "frequency", "--results", str(tmp_path))
     lines = [line.split() for line in text.splitlines()]
     assert ["100", "40", "38586", "964.65", "1.45"] in lines
-    ours = [line for line in lines if line[:1] == ["seng"] and line[1] != "compare"]
+    ours = [
+        line for line in lines if line[:1] == ["seng"] and line[1] != "compare"
+    ]
     assert ours == [
         ["seng", "20", "6.00", "2.00", "1/1", "95.00", "3.00", "1.50"],
         ["seng", "100", "4.80", "2.00", "1/1", "95.00", "2.40", "1.20"],
@@ -421,7 +522,16 @@ def test_studies_come_from_labels_and_are_of_another_task(
     text = printed(capsys, "batch", "--results", str(tmp_path))
     lines = [line.split() for line in text.splitlines()]
     assert ["4096", "32", "41", "49.7", "0.93", "72.66", "0.93"] in lines
-    assert ["sgd", "1024", "N/93.0%", "–", "0/1", "93.00", "1.00", "–"] in lines
+    assert [
+        "sgd",
+        "1024",
+        "N/93.0%",
+        "–",
+        "0/1",
+        "93.00",
+        "1.00",
+        "–",
+    ] in lines
     assert (
         "seng compare cifar10-resnet18 --optimizers seng muon --seeds 3 --batch 1024 --label b1024 --no-stop"
         in text
@@ -454,7 +564,9 @@ def test_runs_without_a_label_stand_for_what_they_ran_with(
     def ours(table: str) -> list[list[str]]:
         lines = [
             line.split()
-            for line in printed(capsys, table, "--results", str(tmp_path)).splitlines()
+            for line in printed(
+                capsys, table, "--results", str(tmp_path)
+            ).splitlines()
         ]
         return [
             [*line[:2], *line[-2:]]
@@ -471,7 +583,9 @@ def test_runs_without_a_label_stand_for_what_they_ran_with(
         ["seng", "800", "1.60", "1.00"],
     ]
     text = printed(capsys, "batch", "--results", str(tmp_path))
-    assert "b256" not in text and "adam" not in text and "--label b4096" in text
+    assert (
+        "b256" not in text and "adam" not in text and "--label b4096" in text
+    )
 
     write(
         tmp_path, task, "sgd", 0, [0.5, 0.91], 4.0, label="b256"
@@ -506,9 +620,9 @@ def test_tables_are_listed_and_near_names_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys)
-    assert all(name in text for name in paper.SOURCES) and list(paper.SOURCES) == list(
-        reproduce.TABLES
-    )
+    assert all(name in text for name in paper.SOURCES) and list(
+        paper.SOURCES
+    ) == list(reproduce.TABLES)
     with pytest.raises(
         SystemExit,
         match="no table 'task': did you mean tasks.*\\? there are tasks, imagenet",

@@ -102,7 +102,9 @@ def test_lower_can_be_better(tmp_path: Path) -> None:
     assert run.best.step == 5
 
 
-def test_what_is_not_finite_is_written_as_null_and_read_as_none(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_written_as_null_and_read_as_none(
+    tmp_path: Path,
+) -> None:
     path = write(
         tmp_path,
         line(10),
@@ -131,7 +133,9 @@ def test_a_line_cut_in_half_is_skipped_and_does_not_take_the_next_with_it(
     assert skipped == [f"{path}, line 2: cut in half or not JSON; skipped."]
     append(path, line(20))
     runs, skipped = read(tmp_path)
-    assert [point.step for point in runs[0].points] == [10, 20] and len(skipped) == 1
+    assert [point.step for point in runs[0].points] == [10, 20] and len(
+        skipped
+    ) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,9 @@ def test_a_line_cut_in_half_is_skipped_and_does_not_take_the_next_with_it(
 def test_lines_that_are_not_understood_are_named(
     tmp_path: Path, wrong: dict[str, Any], words: str
 ) -> None:
-    path = write(tmp_path, {**line(10), **wrong}, {**line(20), **wrong}, line(30))
+    path = write(
+        tmp_path, {**line(10), **wrong}, {**line(20), **wrong}, line(30)
+    )
     runs, skipped = read(tmp_path)
     assert skipped == [f"{path}, lines 1 to 2: {words}; skipped."]
     assert [point.step for point in runs[0].points] == [30]
@@ -168,7 +174,9 @@ def test_missing_fields_other_json_and_empty_files(tmp_path: Path) -> None:
     (path.parent / "empty-0.jsonl").write_text("")
     runs, skipped = read(tmp_path)
     assert runs == []
-    assert [sentence.partition(path.parent.name + "/")[2] for sentence in skipped] == [
+    assert [
+        sentence.partition(path.parent.name + "/")[2] for sentence in skipped
+    ] == [
         "empty-0.jsonl: empty, skipped.",
         "seng-0.jsonl, line 1: not a line of results (it has no format number); skipped.",
         "seng-0.jsonl, line 3: recipe is missing; skipped.",
@@ -188,9 +196,9 @@ def test_a_resumed_run_replaces_what_it_ran_again(tmp_path: Path) -> None:
         (20, 0.6),
         (40, 0.7),
     ]
-    assert run.provenance == moved and [where["machine"] for where in run.earlier] == [
-        "a CPU"
-    ]
+    assert run.provenance == moved and [
+        where["machine"] for where in run.earlier
+    ] == ["a CPU"]
 
 
 def test_lines_of_another_recipe_and_the_same_run_twice_are_skipped(

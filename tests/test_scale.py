@@ -34,19 +34,29 @@ def projection(
 def test_bytes_of_the_strategies() -> None:
     p = projection()
     assert p.gradient == 4 * 1010
-    assert p.basis == 2 * (20 * 1000 + 10 * 10)  # no more directions than numbers
-    assert p.sketches == 4 * 8 * (50 + 10) and p.directions == 4 * 8 * (20 + 10)
+    assert p.basis == 2 * (
+        20 * 1000 + 10 * 10
+    )  # no more directions than numbers
+    assert p.sketches == 4 * 8 * (50 + 10) and p.directions == 4 * 8 * (
+        20 + 10
+    )
     assert (
         p.per_step("SGD") == 4040
         and p.per_step("block") == p.per_step("lagged") == 8080
     )
-    assert p.per_step("shared") == pytest.approx(4040 + (40200 + 1920 + 960) / 10)
+    assert p.per_step("shared") == pytest.approx(
+        4040 + (40200 + 1920 + 960) / 10
+    )
 
 
 def test_collectives_of_a_ring_and_of_a_tree() -> None:
     tree = Link(latency_us=100, bandwidth_gbs=1e-3, reduction="tree")
-    assert LINK.all_reduce(4000, 8) == pytest.approx(2 * 7 / 8 * 4e-3 + 14 * 1e-4)
-    assert tree.all_reduce(4000, 8) == pytest.approx(2 * 7 / 8 * 4e-3 + 6 * 1e-4)
+    assert LINK.all_reduce(4000, 8) == pytest.approx(
+        2 * 7 / 8 * 4e-3 + 14 * 1e-4
+    )
+    assert tree.all_reduce(4000, 8) == pytest.approx(
+        2 * 7 / 8 * 4e-3 + 6 * 1e-4
+    )
     assert tree.all_reduce(4000, 9) == pytest.approx(
         2 * 8 / 9 * 4e-3 + 8 * 1e-4
     )  # ⌈log₂9⌉ = 4
@@ -67,11 +77,15 @@ def test_seconds_of_a_step_on_eight_gpus() -> None:
     assert p.seconds("lagged", 8) == pytest.approx(
         1.25 + 0.2 + 0.5 * (14.14e-3 + 1.4e-3)
     )  # one message, one latency
-    refresh = 2 * 7 / 8 * 40200e-6 + 1.4e-3 + 7 / 8 * (1920e-6 + 960e-6) + 2 * 0.7e-3
+    refresh = (
+        2 * 7 / 8 * 40200e-6 + 1.4e-3 + 7 / 8 * (1920e-6 + 960e-6) + 2 * 0.7e-3
+    )
     assert p.seconds("shared", 8) == pytest.approx(
         1.25 + 0.2 + 0.5 * reduction + refresh / 10
     )
-    assert p.efficiency("SGD", 8, 1) == pytest.approx(1 / (1 + 0.5 * reduction))
+    assert p.efficiency("SGD", 8, 1) == pytest.approx(
+        1 / (1 + 0.5 * reduction)
+    )
     assert p.efficiency("SGD", 4, 4) == 1
 
 
@@ -81,7 +95,9 @@ def test_no_more_is_hidden_than_the_backward_lasts() -> None:
     )  # of which 2 ms are the backward's, while half the reduction takes 4.2 ms
     assert p.seconds("SGD", 8) == pytest.approx(3e-3 + 8.47e-3 - 2e-3)
     nothing = Method(**{**vars(METHOD), "overlap": 0.0})
-    assert projection(method=nothing).seconds("SGD", 8) == pytest.approx(1 + 8.47e-3)
+    assert projection(method=nothing).seconds("SGD", 8) == pytest.approx(
+        1 + 8.47e-3
+    )
 
 
 def test_one_gpu_sends_nothing_and_more_are_never_faster() -> None:
@@ -98,7 +114,9 @@ def test_layers_are_counted_once() -> None:
     tied = nn.Linear(4, 6, bias=False)
     tied.weight = (words := nn.Embedding(6, 4)).weight
     frozen = nn.Linear(2, 2).requires_grad_(False)
-    assert layers(nn.Sequential(words, nn.Linear(4, 4), tied, nn.ReLU(), frozen)) == [
+    assert layers(
+        nn.Sequential(words, nn.Linear(4, 4), tied, nn.ReLU(), frozen)
+    ) == [
         24,
         20,
     ]
@@ -106,7 +124,9 @@ def test_layers_are_counted_once() -> None:
         assert sum(layers(models.resnet50())) == 25_557_032
 
 
-def test_shared_at_the_size_of_resnet50_stays_below_a_tenth_of_a_gradient() -> None:
+def test_shared_at_the_size_of_resnet50_stays_below_a_tenth_of_a_gradient() -> (
+    None
+):
     with torch.device("meta"):
         p = Projection(
             layers(models.resnet50()), Compute(0.05), Link(), Method()
@@ -141,7 +161,9 @@ def test_bad_input_is_refused_with_what_is_wrong(
     assert all(word in printed for word in said), printed
 
 
-def test_command_prints_projections_and_draws_them(tmp_path: Path, capsys) -> None:
+def test_command_prints_projections_and_draws_them(
+    tmp_path: Path, capsys
+) -> None:
     picture = tmp_path / "deep" / "scale.png"
     cli.main(
         [
@@ -164,7 +186,9 @@ def test_command_prints_projections_and_draws_them(tmp_path: Path, capsys) -> No
         and "0.93" in printed
     )
     lines = [line.split() for line in printed.splitlines()]
-    numbers = [int(line[0]) for line in lines if len(line) >= 9 and line[0].isdigit()]
+    numbers = [
+        int(line[0]) for line in lines if len(line) >= 9 and line[0].isdigit()
+    ]
     assert numbers == [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -186,9 +210,13 @@ def test_a_step_is_taken_from_the_benchmark_or_asked_for(
     }
     (tmp_path / "resnet50-cuda.json").write_text(json.dumps(result))
     found = scale.recorded("resnet50")
-    assert (found.step, found.solve, found.refresh) == pytest.approx((0.05, 0.002, 0.1))
+    assert (found.step, found.solve, found.refresh) == pytest.approx(
+        (0.05, 0.002, 0.1)
+    )
     assert "A GPU, batch 64" in found.source
-    (tmp_path / "resnet50-cuda.json").write_text(json.dumps({**result, "rows": [sgd]}))
+    (tmp_path / "resnet50-cuda.json").write_text(
+        json.dumps({**result, "rows": [sgd]})
+    )
     with pytest.raises(ValueError, match="no rows of both"):
         scale.recorded("resnet50")
 
@@ -197,7 +225,9 @@ def test_a_step_is_measured_here() -> None:
     torch.set_default_dtype(torch.float32)  # as a user runs it
     try:
         found = scale.measured(
-            "small_cnn", scale.Step(measure=True, batch=2, device="cpu"), METHOD
+            "small_cnn",
+            scale.Step(measure=True, batch=2, device="cpu"),
+            METHOD,
         )
     finally:
         torch.set_default_dtype(torch.float64)

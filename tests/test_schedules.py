@@ -23,7 +23,9 @@ def test_cosine():
 def test_exp():
     assert schedules.exp(0, 0.145, 60, 6) == 0.145
     assert schedules.exp(30, 0.145, 60, 6) == pytest.approx(0.145 * 0.5**6)
-    assert schedules.exp(60, 0.145, 60, 6) == schedules.exp(99, 0.145, 60, 6) == 0
+    assert (
+        schedules.exp(60, 0.145, 60, 6) == schedules.exp(99, 0.145, 60, 6) == 0
+    )
 
 
 def test_warmup():
@@ -40,7 +42,9 @@ def test_warmup():
 def test_damping_of_the_large_batch_table():
     assert schedules.damping(0, 0.17, 0.9) == 0.17
     assert schedules.damping(10, 0.17, 0.9) == pytest.approx(0.17 * 0.9)
-    assert schedules.damping(5, 0.3, 0.7) == pytest.approx(0.3 * math.sqrt(0.7))
+    assert schedules.damping(5, 0.3, 0.7) == pytest.approx(
+        0.3 * math.sqrt(0.7)
+    )
 
 
 def test_as_torch_schedulers():
@@ -53,7 +57,9 @@ def test_as_torch_schedulers():
         steps_per_epoch=2,
     )
     damping = schedules.DampingSchedule(
-        opt, lambda epoch, lam: schedules.damping(epoch, lam, 0.7), steps_per_epoch=2
+        opt,
+        lambda epoch, lam: schedules.damping(epoch, lam, 0.7),
+        steps_per_epoch=2,
     )
     for step in range(1, 6):
         opt.zero_grad()
@@ -67,8 +73,10 @@ def test_as_torch_schedulers():
         assert [g["damping"] for g in opt.param_groups] == pytest.approx(
             [0.3 * 0.7 ** (step / 20)] * 2
         )
-    resumed = schedules.DampingSchedule(opt, damping.of_epoch, steps_per_epoch=2)
-    resumed.load_state_dict(damping.state_dict())
-    assert resumed.steps == 5 and opt.param_groups[0]["damping"] == pytest.approx(
-        0.3 * 0.7 ** (5 / 20)
+    resumed = schedules.DampingSchedule(
+        opt, damping.of_epoch, steps_per_epoch=2
     )
+    resumed.load_state_dict(damping.state_dict())
+    assert resumed.steps == 5 and opt.param_groups[0][
+        "damping"
+    ] == pytest.approx(0.3 * 0.7 ** (5 / 20))

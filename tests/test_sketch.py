@@ -1,10 +1,9 @@
 """Sketches: E ΩᵀΩ = I, products of sketched operators, error against size, and directions that never turn around."""
 
-from contextlib import nullcontext
-
 import naive
 import pytest
 import torch
+from refreshing import low_rank
 
 import seng
 from seng.linalg.implicit import Implicit
@@ -17,9 +16,6 @@ from seng.linalg.sketch import (
     LeverageRows,
     Rows,
 )
-from seng.metrics.job import Job
-from seng.metrics.plan import Dims, Plan
-from seng.metrics.refresh import build
 
 SKETCHES = {
     "rows": lambda q: Rows(q),
@@ -41,7 +37,9 @@ def generator(seed: int) -> torch.Generator:
 
 
 def factors(samples=8, n_G=4, n_A=6, r=3, h=1) -> Implicit:
-    return Implicit(torch.randn(samples, h, n_G, r), torch.randn(samples, h, n_A, r))
+    return Implicit(
+        torch.randn(samples, h, n_G, r), torch.randn(samples, h, n_A, r)
+    )
 
 
 def matrix(omega, n: int) -> torch.Tensor:
@@ -69,7 +67,8 @@ def test_mean_of_the_square_is_the_identity(sketch):
 
 def test_leverage_rows_stay_with_the_rows_that_have_a_norm():
     U = Explicit(
-        torch.cat([torch.zeros(5, 3), torch.randn(4, 3), torch.zeros(3, 3)]), (1, 4, 3)
+        torch.cat([torch.zeros(5, 3), torch.randn(4, 3), torch.zeros(3, 3)]),
+        (1, 4, 3),
     )
     index = LeverageRows(500).draw(U, generator(0)).index
     assert set(index.tolist()) == {5, 6, 7, 8}
@@ -94,9 +93,13 @@ def test_sketched_operator_is_omega_times_dense(sketch, h):
     Omega = matrix(omega, U.n)
     for V in (U, dense):
         Xi = omega.of(V)
-        torch.testing.assert_close(Xi.gram(), (Omega @ dense.U).T @ (Omega @ dense.U))
+        torch.testing.assert_close(
+            Xi.gram(), (Omega @ dense.U).T @ (Omega @ dense.U)
+        )
         z = torch.randn(U.n)
-        torch.testing.assert_close(Xi.rmv(omega(z)), (Omega @ dense.U).T @ (Omega @ z))
+        torch.testing.assert_close(
+            Xi.rmv(omega(z)), (Omega @ dense.U).T @ (Omega @ z)
+        )
 
 
 def test_kronecker_rows_are_flat_rows_with_the_kronecker_product():
@@ -121,16 +124,14 @@ def test_one_side_of_a_kronecker_sketch_may_cover_its_factor():
     U = factors(n_G=2, n_A=6)
     omega = KroneckerRows(5, 3).draw(U, generator(0))
     assert isinstance(omega.G, Identity)
-    assert KroneckerRows(5, 6).covers(U.shape) and KroneckerRows(5, 3).exceeds(U.shape)
+    assert KroneckerRows(5, 6).covers(U.shape) and KroneckerRows(5, 3).exceeds(
+        U.shape
+    )
 
 
-def block_of(U, form, sketch, rank=1000, seed=11):
+def solver_of(U, form, sketch, damping, rank=1000, seed=11):
     curvature = seng.Curvature(form=form, sketch=sketch, rank=rank, decay=0)
-    plan = Plan(Dims("layer", U.shape, 3, U.samples, None, 8), form, rank, "")
-    return build(
-        [Job(U, plan, 1.0, False, None, lambda: generator(seed), nullcontext())],
-        curvature,
-    )[0]
+    return low_rank(U, curvature, rank, seed=seed).at(damping)
 
 
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
@@ -141,7 +142,7 @@ def test_direction_error_falls_with_the_size(sketch, form):
     U = Implicit(U.G * (0.4 ** torch.arange(6.0))[:, None, None, None], U.A)
     g = U.mv(torch.rand(6)) + 0.05 * torch.randn(U.n)
     rank = 3 if form == "merged" else 1000
-    exact = block_of(U, form, None, rank=rank).solve(g, 0.1)
+    exact = solver_of(U, form, None, 0.1, rank=rank)(g)
     sizes = (
         [KroneckerRows(q, q) for q in (4, 9, 15)]
         if isinstance(sketch(4), KroneckerRows)
@@ -151,7 +152,7 @@ def test_direction_error_falls_with_the_size(sketch, form):
     for omega in sizes:
         drawn = [
             naive.relative_error(
-                block_of(U, form, omega, rank=rank, seed=i).solve(g, 0.1), exact
+                solver_of(U, form, omega, 0.1, rank=rank, seed=i)(g), exact
             )
             for i in range(40)
         ]
@@ -163,11 +164,13 @@ def test_direction_error_falls_with_the_size(sketch, form):
 def test_a_sketch_of_n_rows_or_more_is_exact(sketch, form):
     U = factors()
     g = torch.randn(U.n)
-    exact = block_of(U, form, None).solve(g, 0.2)
+    exact = solver_of(U, form, None, 0.2)(g)
     large = (
-        KroneckerRows(99, 99) if isinstance(sketch(4), KroneckerRows) else sketch(10**6)
+        KroneckerRows(99, 99)
+        if isinstance(sketch(4), KroneckerRows)
+        else sketch(10**6)
     )
-    torch.testing.assert_close(block_of(U, form, large).solve(g, 0.2), exact)
+    torch.testing.assert_close(solver_of(U, form, large, 0.2)(g), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -179,19 +182,23 @@ def test_merged_is_a_contraction_with_every_sketch(sketch, damping, dtype):
         torch.manual_seed(seed)
         U = factors(samples=20, n_G=6, n_A=8, r=2).to(dtype)
         U = Implicit(
-            U.G * (0.5 ** torch.arange(20.0).to(dtype))[:, None, None, None], U.A
+            U.G * (0.5 ** torch.arange(20.0).to(dtype))[:, None, None, None],
+            U.A,
         )  # a spectrum over six decades
-        block = block_of(U, "merged", sketch(8), rank=5 + seed * 4)
-        P = torch.stack([block.solve(e, damping) for e in torch.eye(U.n, dtype=dtype)])
+        solver = solver_of(U, "merged", sketch(8), damping, rank=5 + seed * 4)
+        P = torch.stack([solver(e) for e in torch.eye(U.n, dtype=dtype)])
         torch.testing.assert_close(P, P.T, atol=tolerance, rtol=0)
         values = torch.linalg.eigvalsh((P.double() + P.T.double()) / 2)
-        assert -tolerance <= float(values[0]) and float(values[-1]) <= 1 + tolerance
+        assert (
+            -tolerance <= float(values[0])
+            and float(values[-1]) <= 1 + tolerance
+        )
         for g in (
             torch.randn(U.n).to(dtype),
             U.mv(torch.randn(20).to(dtype)),
             U.mv(torch.ones(20, dtype=dtype)),
         ):
-            assert float(g @ block.solve(g, damping)) >= 0
+            assert float(g @ solver(g)) >= 0
 
 
 def test_draws_come_from_the_generator_alone(sketch):

@@ -77,14 +77,18 @@ def test_a_study_is_kept_drawn_and_not_run_again(
         and kept["provenance"]["commit"] == "abc1234"
     )
     assert kept["provenance"]["command"].startswith("seng theory --out")
-    assert (tmp_path / "figures/theory-ours.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "figures/theory-ours.png").read_bytes()[
+        :4
+    ] == b"\x89PNG"
     command.main(words(tmp_path))
     assert ran == [False] and "made at this commit" in capsys.readouterr().out
     command.main(words(tmp_path, "--again"))
     assert ran == [False, False]
 
 
-def test_a_quick_look_leaves_nothing_behind(tried: Any, tmp_path: Path) -> None:
+def test_a_quick_look_leaves_nothing_behind(
+    tried: Any, tmp_path: Path
+) -> None:
     ran = tried()
     command.main(words(tmp_path, "--quick"))
     assert ran == [True] and not list(tmp_path.iterdir())
@@ -96,7 +100,10 @@ def test_a_claim_that_does_not_hold_is_an_error(
     tried(holds=False)
     with pytest.raises(SystemExit, match="claims that do not hold, in ours"):
         command.main(words(tmp_path))
-    assert "NO" in capsys.readouterr().out and (tmp_path / "numbers/ours.json").exists()
+    assert (
+        "NO" in capsys.readouterr().out
+        and (tmp_path / "numbers/ours.json").exists()
+    )
 
 
 def test_an_interruption_and_a_broken_file(tried: Any, tmp_path: Path) -> None:

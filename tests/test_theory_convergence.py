@@ -10,7 +10,7 @@ import seng
 from seng.lab.theory import descent, ntk, walk, wide
 from seng.linalg.numerics import top
 from seng.linalg.sketch import CountSketch, Gaussian, Rows
-from seng.metrics.block import Block
+from seng.metrics.low_rank_state import LowRankState
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,14 @@ def dense(net: wide.Network) -> torch.Tensor:
 
 def test_jacobian_and_residual_are_the_networks(net):
     U = net.jacobian(net.W)
-    torch.testing.assert_close(U.explicit().U.T, dense(net), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(
-        net.residual(net.W, U), outputs(net, net.W) - net.y, rtol=1e-12, atol=1e-14
+        U.explicit().U.T, dense(net), rtol=1e-12, atol=1e-14
+    )
+    torch.testing.assert_close(
+        net.residual(net.W, U),
+        outputs(net, net.W) - net.y,
+        rtol=1e-12,
+        atol=1e-14,
     )
 
 
@@ -59,17 +64,16 @@ def test_network_is_the_theorems(net):
 
 
 @pytest.mark.parametrize("damping", [1.0, 1e-2, 1e-5])
-def test_block_solve_is_the_dense_one(net, damping):
+def test_the_solve_is_the_dense_one(net, damping):
     U, J = net.jacobian(net.W), dense(net)
     r = net.residual(net.W, U)
-    expected = torch.linalg.solve(J.T @ J + damping * torch.eye(J.shape[1]), J.T @ r)
-    K = U.gram()
-    d = (
-        Block(U, seng.sketch.Identity(), K, top(K[None])[0], relative=False).solve(
-            U.mv(r), damping
-        )
-        / damping
+    expected = torch.linalg.solve(
+        J.T @ J + damping * torch.eye(J.shape[1]), J.T @ r
     )
+    K = U.gram()
+    largest = top(K[None])[0]
+    state = LowRankState(U, seng.sketch.Identity(), K, largest, relative=False)
+    d = state.at(damping)(U.mv(r)) / damping
     assert float((d - expected).norm() / expected.norm()) <= 1e-9
     ours = wide.direction(U, r, None, torch.Generator(), damping)
     torch.testing.assert_close(ours, d, rtol=0, atol=0)
@@ -119,7 +123,9 @@ def test_embedding_error_is_that_of_a_basis(net):
     expected = torch.linalg.matrix_norm(
         sketched.T @ sketched - torch.eye(N.shape[1]), 2
     )
-    assert wide.embedding_error(net, sketch) == pytest.approx(float(expected), rel=1e-8)
+    assert wide.embedding_error(net, sketch) == pytest.approx(
+        float(expected), rel=1e-8
+    )
 
 
 def test_narrow_network_breaks_the_claims_of_the_wide_one():
@@ -137,8 +143,12 @@ def test_gradient_and_loss_are_the_models():
     given = walk.problem(0)
     model, trained = walk.network(given)
     given.losses(model(given.X), given.y).mean().backward()
-    g = torch.cat([trained.weight.grad, trained.bias.grad[:, None]], 1).flatten()
-    torch.testing.assert_close(given.gradient(given.start), g, rtol=1e-12, atol=1e-15)
+    g = torch.cat(
+        [trained.weight.grad, trained.bias.grad[:, None]], 1
+    ).flatten()
+    torch.testing.assert_close(
+        given.gradient(given.start), g, rtol=1e-12, atol=1e-15
+    )
     auto = torch.func.grad(given.loss)(given.start)
     torch.testing.assert_close(auto.flatten(), g, rtol=1e-12, atol=1e-15)
 
@@ -147,7 +157,10 @@ def test_problem_has_what_the_bound_on_its_hessian_rests_on():
     given = walk.problem(0)
     ones = torch.cat([given.X, torch.ones(walk.SAMPLES, 1)], 1)
     torch.testing.assert_close(
-        ones.T @ ones / walk.SAMPLES, torch.eye(walk.INPUTS + 1), rtol=1e-10, atol=1e-10
+        ones.T @ ones / walk.SAMPLES,
+        torch.eye(walk.INPUTS + 1),
+        rtol=1e-10,
+        atol=1e-10,
     )
     torch.testing.assert_close(
         given.A @ given.A.T, torch.eye(walk.HIDDEN), rtol=1e-10, atol=1e-10
@@ -185,19 +198,23 @@ def test_a_step_is_the_papers():
     chosen = torch.randint(walk.SAMPLES, (rule.batch(0),), generator=generator)
 
     def gradient(i: torch.Tensor) -> torch.Tensor:
-        return torch.func.grad(replace(given, X=given.X[i], y=given.y[i]).loss)(
-            given.start
-        ).flatten()
+        return torch.func.grad(
+            replace(given, X=given.X[i], y=given.y[i]).loss
+        )(given.start).flatten()
 
     U = torch.stack([gradient(i[None]) for i in own], 1) / rule.samples**0.5
-    d = torch.linalg.solve(rule.damping * torch.eye(n) + U @ U.T, gradient(chosen))
+    d = torch.linalg.solve(
+        rule.damping * torch.eye(n) + U @ U.T, gradient(chosen)
+    )
     torch.testing.assert_close(
         path.end[0].flatten(),
         given.start.flatten() - rule.alpha * d,
         rtol=1e-9,
         atol=1e-12,
     )
-    assert path.tops[0] == pytest.approx(float(torch.linalg.matrix_norm(U, 2)) ** 2)
+    assert path.tops[0] == pytest.approx(
+        float(torch.linalg.matrix_norm(U, 2)) ** 2
+    )
     assert path.etas[0] < 1e-12 and path.epsilons[0] < 1e-12
 
 
@@ -205,7 +222,9 @@ def test_walk_is_repeatable_and_sums_up():
     given, rule = walk.problem(0), descent.RULES["both"]
     path, again = (walk.walk(given, rule, 5, seed=1) for _ in range(2))
     torch.testing.assert_close(again.end[0], path.end[0], rtol=0, atol=0)
-    assert path.norms[0] == pytest.approx(float(given.gradient(given.start).norm()))
+    assert path.norms[0] == pytest.approx(
+        float(given.gradient(given.start).norm())
+    )
     assert path.sums[-1] == pytest.approx(
         sum(rule.step_size(k) * norm**2 for k, norm in enumerate(path.norms))
     )
@@ -215,7 +234,9 @@ def test_walk_is_repeatable_and_sums_up():
 def test_noise_breaks_the_claims_of_growing_batches():
     """The verdicts can be no."""
     size = descent.Size(400, 8, 0.3)
-    path = walk.walk(walk.problem(0), descent.RULES["constant"], size.steps, seed=1)
+    path = walk.walk(
+        walk.problem(0), descent.RULES["constant"], size.steps, seed=1
+    )
     noisy = descent.seen(descent.RULES["constant"], path)
     found = dict.fromkeys(descent.RULES, noisy)
     assert not any(claim.holds for claim in descent._obeying(found, size))

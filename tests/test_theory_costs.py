@@ -35,10 +35,20 @@ EXPONENTS = {  # of cost and of bytes, by hand from what each operation does; No
     "(λI + K)⁻¹ of (8)": {"ϱ": (3, 2)},
     "Uᵀz": {"ϱ": (1, 1), "n": (1, 1)},
     "Uᵀz by factors (18)": {"ϱ": (1, 1), "r": (1, 1), SIDE: (2, 1)},
-    "Uᵀz, randomized (19)": {"ϱ": (1, 1), "r": (1, 1), SKETCH: (2, 1), SIDE: (0, 0)},
+    "Uᵀz, randomized (19)": {
+        "ϱ": (1, 1),
+        "r": (1, 1),
+        SKETCH: (2, 1),
+        SIDE: (0, 0),
+    },
     "UᵀU": {"ϱ": (2, 1), "n": (1, 1)},
     "UᵀU by factors (20)": {"ϱ": (2, 1), "r": (2, 1), SIDE: (1, 1)},
-    "UᵀU, randomized (21)": {"ϱ": (2, 1), "r": (2, 1), SKETCH: (1, 1), SIDE: (0, 0)},
+    "UᵀU, randomized (21)": {
+        "ϱ": (2, 1),
+        "r": (2, 1),
+        SKETCH: (1, 1),
+        SIDE: (0, 0),
+    },
     "Uc": {"ϱ": (1, 1), "n": (1, 1)},
     "Uc by factors (22)": {"ϱ": (1, 1), "r": (1, 1), SIDE: (2, 1)},
     "Uc, independent (23)": {"ϱ": (1, 1), "r": (1, 1), SIDE: (2, 1)},
@@ -70,7 +80,9 @@ def test_every_claim_of_a_quick_run_holds(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("operation", EXPONENTS)
-def test_counts_and_bytes_have_the_exponents(lines: list[Line], operation: str) -> None:
+def test_counts_and_bytes_have_the_exponents(
+    lines: list[Line], operation: str
+) -> None:
     own = [line for line in lines if line.operation == operation]
     leading: dict[str, Line] = {}
     for line in own:
@@ -84,7 +96,9 @@ def test_counts_and_bytes_have_the_exponents(lines: list[Line], operation: str) 
         if held is not None:
             monomial = (
                 "12·ϱ²"
-                not in next(row for row in ROWS if row.name == operation).ours[1].text
+                not in next(row for row in ROWS if row.name == operation)
+                .ours[1]
+                .text
             )
             assert line.of_bytes == pytest.approx(
                 held, abs=1e-6 if monomial else TOLERANCE
@@ -133,7 +147,9 @@ def test_where_the_paper_counts_too_little(lines: list[Line]) -> None:
     )
     assert line.of_table == 0 and line.of_count > 0.8
     said = remarks_of([line], quick=False)
-    assert any("the table's n_A·n_G·r has exponent 0.00" in remark for remark in said)
+    assert any(
+        "the table's n_A·n_G·r has exponent 0.00" in remark for remark in said
+    )
 
 
 def test_a_formula_is_what_it_says() -> None:
@@ -151,7 +167,8 @@ def test_the_counter_knows_what_the_operations_do() -> None:
     assert multiply_adds(lambda: A[torch.tensor([0, 2])]) == 12
     assert multiply_adds(lambda: torch.linalg.cholesky_ex(S)) == 36
     assert (
-        multiply_adds(lambda: torch.linalg.solve_triangular(S, S, upper=False)) == 108
+        multiply_adds(lambda: torch.linalg.solve_triangular(S, S, upper=False))
+        == 108
     )
 
 
@@ -173,18 +190,23 @@ def test_verdicts() -> None:
         "outside",
         f"the rate still rises with the size: {1 / 3e-3:.2g} → {8 / 3e-3 / 8**0.5:.2g} G/s",
     )
-    assert "slower" in verdict([t * 1.5**i for i, t in enumerate(long)], 1.6)[1]
+    assert (
+        "slower" in verdict([t * 1.5**i for i, t in enumerate(long)], 1.6)[1]
+    )
     short = [THRESHOLD / 4, THRESHOLD / 2, THRESHOLD, 2 * THRESHOLD]
-    assert verdict(short, 1.0)[0] == "too small to measure" and verdict(short, 1.0)[
-        1
-    ].startswith("2 of 4 sizes")
+    assert verdict(short, 1.0)[0] == "too small to measure" and verdict(
+        short, 1.0
+    )[1].startswith("2 of 4 sizes")
     assert verdict([THRESHOLD / 2, *long[:3]], 1.0)[1].startswith(
         "1 of 4 sizes under 0.3 ms, left out"
     )
 
 
 def test_claims_can_fail(lines: list[Line]) -> None:
-    fine = [replace(line, of_time=line.predicted, verdict="within") for line in lines]
+    fine = [
+        replace(line, of_time=line.predicted, verdict="within")
+        for line in lines
+    ]
     assert all(claim.holds for claim in claims_of(fine, quick=False))
     assert len(claims_of(fine, quick=False)) == 3 + len(ROWS)
     for worse, said in (
@@ -195,12 +217,15 @@ def test_claims_can_fail(lines: list[Line]) -> None:
     ):
         failed = [
             claim.words
-            for claim in claims_of([replace(fine[0], **worse), *fine[1:]], quick=False)
+            for claim in claims_of(
+                [replace(fine[0], **worse), *fine[1:]], quick=False
+            )
             if not claim.holds
         ]
         assert len(failed) == 1 and failed[0].startswith(said)
     unmeasured = [
-        replace(line, of_time=None, verdict="too small to measure") for line in fine
+        replace(line, of_time=None, verdict="too small to measure")
+        for line in fine
     ]
     assert [claim.holds for claim in claims_of(unmeasured, quick=False)] == [
         True,
@@ -212,7 +237,9 @@ def test_claims_can_fail(lines: list[Line]) -> None:
 def test_another_gram_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The count is of what the library does: with the columns formed, the law is another."""
     row = next(row for row in ROWS if row.name == "UᵀU by factors (20)")
-    sweep = next(sweep for sweep in row.sweeps if sweep.symbol == "r").smaller()
+    sweep = next(
+        sweep for sweep in row.sweeps if sweep.symbol == "r"
+    ).smaller()
     monkeypatch.setattr(Implicit, "gram", lambda self: self.explicit().gram())
     line = measure(row, sweep, quick=True)
     assert abs(line.of_count - line.predicted) > 1 and line.count_error > 0.1
@@ -230,8 +257,13 @@ def test_times_are_the_least_of_all_taken_in_turns(
         now += 1e-3 * next(left[name])
 
     monkeypatch.setattr(operations_of_cost.time, "thread_time", lambda: now)
-    found = times([lambda: operation("a"), lambda: operation("b")], visits=2, burst=0)
-    assert found == pytest.approx([2e-3, 5e-3]) and order == ["a", "a", "b", "b"] * 2
+    found = times(
+        [lambda: operation("a"), lambda: operation("b")], visits=2, burst=0
+    )
+    assert (
+        found == pytest.approx([2e-3, 5e-3])
+        and order == ["a", "a", "b", "b"] * 2
+    )
 
 
 def test_threads_are_put_back() -> None:

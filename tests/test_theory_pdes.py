@@ -63,7 +63,9 @@ class Exact(nn.Module):
         def at(point: Tensor) -> Tensor:
             return self.exact(point[None])[0]
 
-        second = vmap(hessian(at))(x).diagonal(dim1=1, dim2=2) @ torch.tensor(c)
+        second = vmap(hessian(at))(x).diagonal(dim1=1, dim2=2) @ torch.tensor(
+            c
+        )
         return self(x), list(vmap(grad(at))(x).T), second
 
 
@@ -79,13 +81,16 @@ def test_solutions_solve(problem):
 def test_the_equations_are_those_that_are_said():
     x = torch.rand(50, 2)
     assert torch.allclose(
-        POISSON.exact(x), torch.sin(math.pi * x[:, 0]) * torch.sin(math.pi * x[:, 1])
+        POISSON.exact(x),
+        torch.sin(math.pi * x[:, 0]) * torch.sin(math.pi * x[:, 1]),
     )
     assert torch.allclose(POISSON.source(x), 2 * math.pi**2 * POISSON.exact(x))
     u, (u_x, u_t), u_xx = (
         model := Network((2, 6, 1), torch.Generator().manual_seed(0))
     ).jet(x, (1.0, 0.0))
-    assert torch.allclose(BURGERS.operator(model, x), u_t + u * u_x - VISCOSITY * u_xx)
+    assert torch.allclose(
+        BURGERS.operator(model, x), u_t + u * u_x - VISCOSITY * u_xx
+    )
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=named)
@@ -118,7 +123,9 @@ def test_burgers_knows_nothing_of_its_end():
 def test_the_sizes_are_those_of_the_task():
     for problem in PROBLEMS:
         assert (
-            1200 <= sum(p.numel() for p in Start(problem, 0).model.parameters()) <= 5000
+            1200
+            <= sum(p.numel() for p in Start(problem, 0).model.parameters())
+            <= 5000
         )
         assert 600 <= problem.inside + problem.edge <= 1500
         assert problem.steps <= 200
@@ -132,7 +139,9 @@ def test_a_start_depends_on_its_seed_alone():
     assert one.error() == same.error() != other.error()
     assert torch.equal(one.residuals(1.0, False), same.residuals(1.0, False))
     assert one.residuals(1.0, False).dtype == torch.float64
-    assert not torch.equal(one.residuals(1.0, True), same.residuals(1.0, False))
+    assert not torch.equal(
+        one.residuals(1.0, True), same.residuals(1.0, False)
+    )
 
 
 def test_the_factor_is_on_the_boundarys_part_of_the_loss():
@@ -140,7 +149,8 @@ def test_the_factor_is_on_the_boundarys_part_of_the_loss():
     r, s = start.residuals(1.0, False), start.residuals(100.0, False)
     torch.testing.assert_close(s[: SMALL.inside], r[: SMALL.inside])
     torch.testing.assert_close(
-        s[SMALL.inside :].square().sum(), 100 * r[SMALL.inside :].square().sum()
+        s[SMALL.inside :].square().sum(),
+        100 * r[SMALL.inside :].square().sum(),
     )
 
 
@@ -185,7 +195,9 @@ def test_adam_ends_with_a_rate_of_zero(monkeypatch):
     monkeypatch.setattr(torch.optim, "Adam", Spy)
     Rival("Adam", 0.05).fit(Valley(), 0.3)
     assert (
-        rates[0] > 0.0499 and rates[-1] < 1e-4 and rates == sorted(rates, reverse=True)
+        rates[0] > 0.0499
+        and rates[-1] < 1e-4
+        and rates == sorted(rates, reverse=True)
     )
 
 
@@ -200,7 +212,9 @@ def test_tuning_chooses_the_lowest_error_and_goes_on_past_the_end_of_a_range():
     best = Rival("Adam", 1e-2, factor=100.0)
 
     def measure(rivals: list[Rival]) -> list[Curve]:
-        return [Curve([1], [1.0], [1.0], [distance(rival)]) for rival in rivals]
+        return [
+            Curve([1], [1.0], [1.0], [distance(rival)]) for rival in rivals
+        ]
 
     def distance(rival: Rival) -> float:
         return (
@@ -216,7 +230,8 @@ def test_tuning_chooses_the_lowest_error_and_goes_on_past_the_end_of_a_range():
     )
     assert len({one["settings"] for one in tries}) == len(tries) == 9
     _, _, tries = tuned(
-        "L-BFGS", lambda rivals: [Curve([1], [1.0], [1.0], [math.nan]) for _ in rivals]
+        "L-BFGS",
+        lambda rivals: [Curve([1], [1.0], [1.0], [math.nan]) for _ in rivals],
     )
     assert all(one["error"] == math.inf for one in tries)
 
@@ -263,13 +278,20 @@ def found(
         (([2e-5, 1e-6], [1e-3, 1e-3], [1.1e-4, 1e-4]), (False, True, True)),
         (([9e-6, 1e-6], [1e-3, 2e-5], [1e-4, 1e-4]), (True, False, True)),
         (([9e-6, 1e-6], [1e-3, 1e-3], [4e-5, 1e-4]), (True, True, False)),
-        (([math.nan, 1e-6], [1e-3, 1e-3], [1e-4, 1e-4]), (False, False, False)),
-        (([1e-6, math.nan], [1e-3, 1e-3], [1e-4, 1e-4]), (False, False, False)),
+        (
+            ([math.nan, 1e-6], [1e-3, 1e-3], [1e-4, 1e-4]),
+            (False, False, False),
+        ),
+        (
+            ([1e-6, math.nan], [1e-3, 1e-3], [1e-4, 1e-4]),
+            (False, False, False),
+        ),
     ],
 )
 def test_claims_can_fail(errors, holds):
     assert (
-        tuple(claim.holds for claim in judged(POISSON, found(*errors), FULL)) == holds
+        tuple(claim.holds for claim in judged(POISSON, found(*errors), FULL))
+        == holds
     )
 
 
@@ -280,7 +302,10 @@ def test_quick():
         assert claim.holds, claim
     assert len(outcome.claims) == 3 and said
     numbers = json.loads(json.dumps(outcome.numbers))["Poisson"]
-    ours, theirs = numbers["curves"]["LeastSquares"][0], numbers["curves"]["Adam"][0]
+    ours, theirs = (
+        numbers["curves"]["LeastSquares"][0],
+        numbers["curves"]["Adam"][0],
+    )
     assert ours["steps"][-1] == SMALL.steps
     assert theirs["seconds"][-1] >= ours["seconds"][-1]
     assert len(numbers["tuning"]["Adam"]["tries"]) >= 8

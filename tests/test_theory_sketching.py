@@ -21,9 +21,14 @@ def generator(seed: int) -> torch.Generator:
 def small(n_G=4, n_A=6, samples=5, seed=0) -> Layer:
     """Random columns with a decaying spectrum; v is not in their span."""
     n, random = n_G * n_A, generator(seed)
-    U = torch.randn(n, samples, generator=random) * 0.5 ** torch.arange(float(samples))
+    U = torch.randn(n, samples, generator=random) * 0.5 ** torch.arange(
+        float(samples)
+    )
     return Layer(
-        "small", Explicit(U, (1, n_G, n_A)), U.mean(1), torch.randn(n, generator=random)
+        "small",
+        Explicit(U, (1, n_G, n_A)),
+        U.mean(1),
+        torch.randn(n, generator=random),
     )
 
 
@@ -41,7 +46,9 @@ def outcome(request):
 
 def test_all_claims_hold(outcome):
     assert [
-        (claim.words, claim.measured) for claim in outcome.claims if not claim.holds
+        (claim.words, claim.measured)
+        for claim in outcome.claims
+        if not claim.holds
     ] == []
     assert len(outcome.claims) >= 7
 
@@ -77,11 +84,14 @@ def test_a_trained_layer_is_what_it_says_and_moves_no_global_state():
         torch.testing.assert_close(
             U.sum(1) / 8**0.5, layer.own
         )  # columns are u_i/√ϱ, and the gradient is the mean of u_i
-        torch.testing.assert_close(N.T @ N, torch.eye(layer.rank, dtype=torch.float64))
+        torch.testing.assert_close(
+            N.T @ N, torch.eye(layer.rank, dtype=torch.float64)
+        )
         torch.testing.assert_close(N @ torch.diag(layer.sigma) @ layer.V, U)
         assert (N.T @ layer.perpendicular).norm() < 1e-12 * layer.g.norm()
         torch.testing.assert_close(
-            layer.leverage.sum(), torch.tensor(float(layer.rank), dtype=torch.float64)
+            layer.leverage.sum(),
+            torch.tensor(float(layer.rank), dtype=torch.float64),
         )
     trained.layers.cache_clear()
 
@@ -89,7 +99,9 @@ def test_a_trained_layer_is_what_it_says_and_moves_no_global_state():
 def test_a_dependent_column_is_not_part_of_the_basis():
     U = torch.randn(12, 3)
     U = torch.cat([U, U[:, :1] + U[:, 1:2]], 1)
-    assert Layer("dependent", Explicit(U, (1, 3, 4)), U[:, 0], U[:, 0]).rank == 3
+    assert (
+        Layer("dependent", Explicit(U, (1, 3, 4)), U[:, 0], U[:, 0]).rank == 3
+    )
 
 
 def test_coherence_is_one_where_rows_are_alike_and_largest_where_few_count():
@@ -101,7 +113,9 @@ def test_coherence_is_one_where_rows_are_alike_and_largest_where_few_count():
         ) == pytest.approx(want)
     layer = small()
     assert layer.coherence(layer.leverage / layer.rank) == pytest.approx(1)
-    assert layer.coherence(layer.row_norms) > layer.coherence(torch.full((24,), 1 / 24))
+    assert layer.coherence(layer.row_norms) > layer.coherence(
+        torch.full((24,), 1 / 24)
+    )
 
 
 @pytest.mark.parametrize("kind", sketched.KINDS)
@@ -112,7 +126,9 @@ def test_errors_are_those_of_dense_matrices(kind):
     Omega = omega(torch.eye(n))
     S, P = Omega.T @ Omega, U @ torch.linalg.pinv(U)
     found = sketched.errors(layer, v, omega)
-    assert found.eta == pytest.approx(float(torch.linalg.matrix_norm(P @ S @ P - P, 2)))
+    assert found.eta == pytest.approx(
+        float(torch.linalg.matrix_norm(P @ S @ P - P, 2))
+    )
     assert found.epsilon == pytest.approx(
         float((P @ (S @ v - v)).square().sum() / v.square().sum())
     )
@@ -134,7 +150,9 @@ def test_errors_are_those_of_dense_matrices(kind):
 
 def test_rows_by_leverage_are_drawn_by_leverage():
     layer = small()
-    index = sketched.drawn("rows by leverage", layer, 40_000, generator(0)).index
+    index = sketched.drawn(
+        "rows by leverage", layer, 40_000, generator(0)
+    ).index
     shares = torch.bincount(index, minlength=24) / 40_000
     torch.testing.assert_close(
         shares, layer.leverage / layer.rank, rtol=0.15, atol=2e-3
@@ -164,21 +182,24 @@ def test_the_mean_of_epsilon_is_that_of_all_draws():
     ):
         pairs = list(itertools.product(range(n), repeat=2))
         omegas = [
-            RowSample(torch.tensor(pair), (2 * p[list(pair)]).rsqrt()) for pair in pairs
+            RowSample(torch.tensor(pair), (2 * p[list(pair)]).rsqrt())
+            for pair in pairs
         ]
         weights = torch.stack([p[i] * p[j] for i, j in pairs])
         assert sketched.expected(kind, layer, layer.g, 2) == pytest.approx(
             mean_of_epsilon(layer, omegas, weights)
         )
     buckets = itertools.product(
-        itertools.product(range(2), repeat=n), itertools.product((-1.0, 1.0), repeat=n)
+        itertools.product(range(2), repeat=n),
+        itertools.product((-1.0, 1.0), repeat=n),
     )
     counts = [
-        Buckets(torch.tensor(bucket), torch.tensor(sign), 2) for bucket, sign in buckets
+        Buckets(torch.tensor(bucket), torch.tensor(sign), 2)
+        for bucket, sign in buckets
     ]
-    assert sketched.expected("CountSketch", layer, layer.g, 2) == pytest.approx(
-        mean_of_epsilon(layer, counts)
-    )
+    assert sketched.expected(
+        "CountSketch", layer, layer.g, 2
+    ) == pytest.approx(mean_of_epsilon(layer, counts))
     gaussians = [Dense(torch.randn(2, n) / 2**0.5) for _ in range(4_000)]
     assert sketched.expected("Gaussian", layer, layer.g, 2) == pytest.approx(
         mean_of_epsilon(layer, gaussians), rel=0.1
@@ -188,7 +209,8 @@ def test_the_mean_of_epsilon_is_that_of_all_draws():
 
 def test_crossing_and_exponent_of_a_power_law():
     points = [
-        {"q": float(q), "eta": [0.0, (q / 50) ** -0.5]} for q in (8, 16, 32, 64, 128)
+        {"q": float(q), "eta": [0.0, (q / 50) ** -0.5]}
+        for q in (8, 16, 32, 64, 128)
     ]
     assert embedding.crossing(points) == pytest.approx(50)
     assert embedding.crossing(points[:3]) is None
@@ -197,9 +219,9 @@ def test_crossing_and_exponent_of_a_power_law():
         points, lambda point: point["eta"][1], 0
     ) == pytest.approx(-0.5)
     bent = [{"q": 1.0, "eta": [0.0, 100.0]}, *points]
-    assert embedding.exponent(bent, lambda point: point["eta"][1], 8) == pytest.approx(
-        -0.5
-    )
+    assert embedding.exponent(
+        bent, lambda point: point["eta"][1], 8
+    ) == pytest.approx(-0.5)
 
 
 def test_the_printed_scale_is_too_large_by_q_times_n():
@@ -239,8 +261,13 @@ def test_draws_are_those_of_dense_formulas(damping):
         torch.linalg.matrix_norm(H @ U.T @ (S - torch.eye(24)) @ U @ H, 2)
     )
     want["damped"] = float((H @ U.T @ (S @ d - d)).norm()) / (1 - eta_damped)
-    assert {key: getattr(draw, key) for key in want} == pytest.approx(want, rel=1e-6)
-    assert draw.d <= draw.damped <= draw.ours <= draw.used and draw.b <= draw.proven
+    assert {key: getattr(draw, key) for key in want} == pytest.approx(
+        want, rel=1e-6
+    )
+    assert (
+        draw.d <= draw.damped <= draw.ours <= draw.used
+        and draw.b <= draw.proven
+    )
     assert draw.identities < 1e-9
 
 
@@ -271,11 +298,14 @@ def test_units_of_the_loss_change_the_statement_alone():
     layer = small()
     omega = Gaussian(200).draw(layer.U, generator(3))
     (one,), (other,) = (
-        bounds.compared(layer.in_units(c), omega, [0.5 * c**2]) for c in (1.0, 0.01)
+        bounds.compared(layer.in_units(c), omega, [0.5 * c**2])
+        for c in (1.0, 0.01)
     )
     assert other.eta == pytest.approx(
         one.eta
     ) and other.b / other.proven == pytest.approx(one.b / one.proven)
     assert other.b / other.stated == pytest.approx(1e4 * one.b / one.stated)
     twice = layer.in_units(2.0)
-    assert torch.equal(twice.g, 2 * layer.g) and torch.equal(twice.own, 2 * layer.own)
+    assert torch.equal(twice.g, 2 * layer.g) and torch.equal(
+        twice.own, 2 * layer.own
+    )

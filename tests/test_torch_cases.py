@@ -23,12 +23,15 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 import seng
+from seng.tell.inspection import inspect
 
 with mock.patch(
     "torch.backends.disable_global_flags"
 ):  # importing it would freeze the backends' flags for all other tests
     from torch.testing._internal import common_optimizers as cases
-settings.load_profile("default")  # and it chooses a profile of hypothesis for them
+settings.load_profile(
+    "default"
+)  # and it chooses a profile of hypothesis for them
 
 pytestmark = pytest.mark.filterwarnings("ignore:seng. no module was given")
 
@@ -37,7 +40,9 @@ NOT_HERE = {  # the reason -> torch's cases
     "needs a GPU: test_gpu.test_a_checkpoint_moves_between_devices": [
         "state_dict_with_cuda_params"
     ],
-    "is about fused and capturable, which SENG has not": ["cpu_load_state_dict"],
+    "is about fused and capturable, which SENG has not": [
+        "cpu_load_state_dict"
+    ],
     "SENG has no foreach option": [
         "foreach_large_tensor",
         "peak_memory_foreach",
@@ -94,7 +99,10 @@ def optim_error_inputs(device, dtype):
     """torch's errors of every optimizer, and those that its optimizers have words of their own for, in ours."""
     ours = {
         "lr must be at least 0, not -0.01": {"lr": -0.01},
-        "momentum must be at least 0, not -0.5": {"lr": 1e-2, "momentum": -0.5},
+        "momentum must be at least 0, not -0.5": {
+            "lr": 1e-2,
+            "momentum": -0.5,
+        },
         "weight_decay must be at least 0, not -1": {"weight_decay": -1},
         "damping is λ, a number above 0, not 0": {"damping": 0},
     }
@@ -103,7 +111,9 @@ def optim_error_inputs(device, dtype):
         for words, kwargs in ours.items()
     }
     return cases.get_error_inputs_for_all_optims(device, dtype) + [
-        cases.ErrorOptimizerInput(given, error_type=ValueError, error_regex=words)
+        cases.ErrorOptimizerInput(
+            given, error_type=ValueError, error_regex=words
+        )
         for words, given in wrong.items()
     ]
 
@@ -126,7 +136,9 @@ with_schedulers = pytest.mark.parametrize(
     "schedulers", INFO.scheduler_inputs, ids=range(len(INFO.scheduler_inputs))
 )
 named_or_not = pytest.mark.parametrize(
-    "named", [(False, False), (False, True), (True, False), (True, True)], ids=str
+    "named",
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=str,
 )
 
 
@@ -142,7 +154,9 @@ def options(request) -> dict:
 
 def network(*layers: nn.Module) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(layers or (nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))))
+    return nn.Sequential(
+        *(layers or (nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)))
+    )
 
 
 def build(way: str, model: nn.Module, params=None, **options) -> seng.SENG:
@@ -156,14 +170,18 @@ def build(way: str, model: nn.Module, params=None, **options) -> seng.SENG:
     return opt
 
 
-def closure_of(model: nn.Module, opt: torch.optim.Optimizer) -> Callable[[], Tensor]:
+def closure_of(
+    model: nn.Module, opt: torch.optim.Optimizer
+) -> Callable[[], Tensor]:
     x = torch.randn(
         8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
 
     def closure():
         opt.zero_grad()
-        loss = (model(x.to(next(model.parameters()).dtype)) - 3).square().mean()
+        loss = (
+            (model(x.to(next(model.parameters()).dtype)) - 3).square().mean()
+        )
         loss.backward()
         return loss.detach()
 
@@ -183,10 +201,14 @@ def train(
             scheduler.step(
                 *((loss,) if isinstance(scheduler, ReduceLROnPlateau) else ())
             )
-    return bool(closure() > first) == opt.param_groups[0].get("maximize", False)
+    return bool(closure() > first) == opt.param_groups[0].get(
+        "maximize", False
+    )
 
 
-def trained(way: str, steps: int = 3, **options) -> tuple[nn.Module, seng.SENG]:
+def trained(
+    way: str, steps: int = 3, **options
+) -> tuple[nn.Module, seng.SENG]:
     model = network()
     opt = build(way, model, **options)
     train(model, opt, steps)
@@ -195,7 +217,7 @@ def trained(way: str, steps: int = 3, **options) -> tuple[nn.Module, seng.SENG]:
 
 def test_with_a_module_the_curvature_acts():
     (model, opt), (other, plain) = trained("module"), trained("no-module")
-    assert len(opt.preconditioner.blocks) == 2 and plain.preconditioner is None
+    assert len(inspect(opt).states) == 2 and plain.engine is None
     assert not torch.allclose(model[0].weight, other[0].weight)
 
 
@@ -218,18 +240,25 @@ def assert_same_state(state, other) -> None:
     "name", [name for names in NOT_HERE.values() for name in names]
 )
 def test_cases_that_do_not_apply(name):
-    pytest.skip(next(reason for reason, names in NOT_HERE.items() if name in names))
+    pytest.skip(
+        next(reason for reason, names in NOT_HERE.items() if name in names)
+    )
 
 
 def test_optim_infos_do_not_specify_global_cliquey_kwargs():
     assert not any(
-        {"foreach", "fused", "differentiable"} & case.kwargs.keys() for case in INPUTS
+        {"foreach", "fused", "differentiable"} & case.kwargs.keys()
+        for case in INPUTS
     )
 
 
-@pytest.mark.parametrize("flag", ["foreach", "fused", "differentiable", "capturable"])
+@pytest.mark.parametrize(
+    "flag", ["foreach", "fused", "differentiable", "capturable"]
+)
 def test_other_implementations_are_refused(flag):
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{flag}'"):
+    with pytest.raises(
+        TypeError, match=f"unexpected keyword argument '{flag}'"
+    ):
         INFO.optim_cls(network(), **{flag: True})
 
 
@@ -255,7 +284,11 @@ def test_errors(way, error):
     model = network(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     for layer, p in zip(model, tensors_in(given.params), strict=False):
         layer.weight = p
-    told = pytest.warns if issubclass(error.error_type, Warning) else pytest.raises
+    told = (
+        pytest.warns
+        if issubclass(error.error_type, Warning)
+        else pytest.raises
+    )
     with told(error.error_type, match=error.error_regex):
         INFO.optim_cls(
             given.params,
@@ -265,8 +298,12 @@ def test_errors(way, error):
 
 
 def test_no_parameters_are_an_error(way):
-    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
-        INFO.optim_cls([], **({"module": network()} if way == "module" else {}))
+    with pytest.raises(
+        ValueError, match="optimizer got an empty parameter list"
+    ):
+        INFO.optim_cls(
+            [], **({"module": network()} if way == "module" else {})
+        )
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
@@ -321,13 +358,18 @@ def test_rosenbrock_sparse(way):
     model = network(nn.Linear(3, 2), nn.Embedding(4, 3, sparse=True))
     with pytest.warns(
         UserWarning,
-        match="embeddings with sparse gradients" if way == "module" else "no module",
+        match="embeddings with sparse gradients"
+        if way == "module"
+        else "no module",
     ):
         opt = INFO.optim_cls(
-            model.parameters(), **({"module": model} if way == "module" else {})
+            model.parameters(),
+            **({"module": model} if way == "module" else {}),
         )
     model[0](model[1](torch.tensor([0, 2]))).sum().backward()
-    with pytest.raises(RuntimeError, match="SENG does not support sparse gradients"):
+    with pytest.raises(
+        RuntimeError, match="SENG does not support sparse gradients"
+    ):
         opt.step()
 
 
@@ -339,7 +381,8 @@ def test_complex(options):
         torch.randn(4, 5),
     ]
     reals = [
-        torch.view_as_real(p).clone() if p.is_complex() else p.clone() for p in params
+        torch.view_as_real(p).clone() if p.is_complex() else p.clone()
+        for p in params
     ]
     optimizers = [
         INFO.optim_cls(ps, **copy.deepcopy(options)) for ps in (params, reals)
@@ -347,7 +390,9 @@ def test_complex(options):
     for _ in range(3):
         for p, r in zip(params, reals, strict=True):
             r.grad = torch.randn_like(r)
-            p.grad = torch.view_as_complex(r.grad) if p.is_complex() else r.grad
+            p.grad = (
+                torch.view_as_complex(r.grad) if p.is_complex() else r.grad
+            )
         for opt in optimizers:
             opt.step()
     torch.testing.assert_close(
@@ -359,12 +404,13 @@ def test_complex_2d():
     """With a module: a complex layer takes the plain gradient, and that is said."""
     model = network(nn.Linear(3, 2, dtype=torch.complex128), nn.Linear(2, 2))
     with pytest.warns(
-        UserWarning, match="0.weight, 0.bias .complex parameters are not supported"
+        UserWarning,
+        match="0.weight, 0.bias .complex parameters are not supported",
     ):
         opt = build("module", model, lr=0.1, momentum=0.0)
-    model[1](model[0](torch.randn(4, 3, dtype=torch.complex128)).abs()).square().sum(
-        1
-    ).mean().backward()
+    model[1](
+        model[0](torch.randn(4, 3, dtype=torch.complex128)).abs()
+    ).square().sum(1).mean().backward()
     want = model[0].weight.detach() - 0.1 * model[0].weight.grad
     opt.step()
     torch.testing.assert_close(model[0].weight.detach(), want)
@@ -422,7 +468,9 @@ def test_mixed_device_dtype(way, options):
     dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     pairs = with_sgd(
         way,
-        lambda: Mixed(*network(*(nn.Linear(5, 5, dtype=dtype) for dtype in dtypes))),
+        lambda: Mixed(
+            *network(*(nn.Linear(5, 5, dtype=dtype) for dtype in dtypes))
+        ),
         options,
     )
     for model, opt in pairs:
@@ -468,7 +516,9 @@ def test_param_groups_lr(way, options):
         {"params": model[0].parameters(), "lr": 0.01},
         {"params": model[2].parameters()},
     ]
-    assert train(model, build(way, model, groups, **options | {"lr": 1e-28}), 20)
+    assert train(
+        model, build(way, model, groups, **options | {"lr": 1e-28}), 20
+    )
     assert_equal(model[2], still, rtol=0, atol=0)
 
 
@@ -513,7 +563,8 @@ def test_zero_grad(way, to_none):
     model, opt = trained(way)
     opt.zero_grad(set_to_none=to_none)
     assert all(
-        p.grad is None if to_none else not p.grad.any() for p in model.parameters()
+        p.grad is None if to_none else not p.grad.any()
+        for p in model.parameters()
     )
 
 
@@ -553,7 +604,9 @@ def test_can_load_from_to_named_state_dict(way, options, named):
     other = build(way, model, params_of(model, named[1]), **options)
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     train(model, other, 1)
-    names = [name for name, _ in model.named_parameters()] if any(named) else None
+    names = (
+        [name for name, _ in model.named_parameters()] if any(named) else None
+    )
     assert other.state_dict()["param_groups"][0].get("param_names") == names
 
 
@@ -576,19 +629,27 @@ def test_save_load_equality_with_weights_only(way, options, weights_only):
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)
     file.seek(0)
-    assert_same_state(torch.load(file, weights_only=weights_only), opt.state_dict())
+    assert_same_state(
+        torch.load(file, weights_only=weights_only), opt.state_dict()
+    )
 
 
 def test_load_nontensor_step(way, options):
     def plain(key, value):
         if isinstance(value, dict):
             return {k: plain(k, v) for k, v in value.items()}
-        return value.item() if str(key).split(".")[-1] in ("step", "seed") else value
+        return (
+            value.item()
+            if str(key).split(".")[-1] in ("step", "seed")
+            else value
+        )
 
     model, opt = trained(way, **options)
     state = opt.state_dict()
     opt.load_state_dict({**state, "state": plain("state", state["state"])})
-    assert_same_state(opt.state_dict(), trained(way, **options)[1].state_dict())
+    assert_same_state(
+        opt.state_dict(), trained(way, **options)[1].state_dict()
+    )
     train(model, opt, 1)
 
 
@@ -659,9 +720,13 @@ def test_state_dict_hooks_see_the_whole_state(way):
     want = opt.state_dict()
     opt.register_state_dict_post_hook(lambda opt, state: {"wrapped": state})
     other, blocks = build(way, model), []
-    other.register_load_state_dict_pre_hook(lambda opt, state: state["wrapped"])
+    other.register_load_state_dict_pre_hook(
+        lambda opt, state: state["wrapped"]
+    )
     other.register_load_state_dict_post_hook(
-        lambda opt: blocks.append(len(getattr(opt.preconditioner, "blocks", ())))
+        lambda opt: blocks.append(
+            len(inspect(opt).states) if opt.engine else 0
+        )
     )
     saved = opt.state_dict()
     assert_same_state(saved["wrapped"], want)
@@ -671,16 +736,26 @@ def test_state_dict_hooks_see_the_whole_state(way):
 
 
 def test_a_load_hook_can_put_the_parameters_in_another_order(way):
-    model = network(nn.Linear(5, 5, bias=False), nn.Tanh(), nn.Linear(5, 5, bias=False))
+    model = network(
+        nn.Linear(5, 5, bias=False), nn.Tanh(), nn.Linear(5, 5, bias=False)
+    )
     opt = build(way, model, params_of(model, named=True))
     train(model, opt, 2)
     other = build(way, model, params_of(model, named=True)[::-1])
 
     def by_name(opt, state):
-        (group,), names = state["param_groups"], opt.param_groups[0]["param_names"]
+        (group,), names = (
+            state["param_groups"],
+            opt.param_groups[0]["param_names"],
+        )
         saved = dict(zip(group["param_names"], group["params"], strict=True))
-        entries = {i: state["state"][saved[name]] for i, name in enumerate(names)}
-        return {"state": entries, "param_groups": [{**group, "param_names": names}]}
+        entries = {
+            i: state["state"][saved[name]] for i, name in enumerate(names)
+        }
+        return {
+            "state": entries,
+            "param_groups": [{**group, "param_names": names}],
+        }
 
     other.register_load_state_dict_pre_hook(by_name)
     other.load_state_dict(opt.state_dict())
@@ -699,7 +774,9 @@ def test_load_state_dict_pre_hook_and_prepend(way):
     def returned(opt, state):
         return {
             **state,
-            "param_groups": [{**group, "lr": 0.003} for group in state["param_groups"]],
+            "param_groups": [
+                {**group, "lr": 0.003} for group in state["param_groups"]
+            ],
         }
 
     _, opt = trained(way)

@@ -36,7 +36,9 @@ TEN = torch.Size((10,))  # float32: 40 bytes
 
 def network() -> nn.Sequential:
     """6·5 + 5 + 5·3 numbers, of which 15 are frozen: 35 gradients."""
-    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3, bias=False))
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3, bias=False)
+    )
     model[2].requires_grad_(False)
     return model
 
@@ -162,7 +164,10 @@ def count(rank: int, folder: str) -> None:
     """On one rank: what Traffic says of each."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
     )
     said = {}
     for name, work in {**plain(rank), **wrapped()}.items():
@@ -188,19 +193,24 @@ def counted(
     """Everything on two ranks, once."""
     folder = tmp_path_factory.mktemp("ranks")
     spawn(count, (str(folder),), RANKS)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return [
+        json.loads((folder / f"{rank}.json").read_text())
+        for rank in range(RANKS)
+    ]
 
 
 @pytest.mark.parametrize("name", WANT)
-def test_bytes_are_those_of_the_tensors_that_a_rank_gives(counted, name: str) -> None:
+def test_bytes_are_those_of_the_tensors_that_a_rank_gives(
+    counted, name: str
+) -> None:
     assert tuple(said[name][0] for said in counted) == WANT[name]
 
 
 def test_everything_was_counted_and_messages_are_told_apart(counted) -> None:
     assert set(counted[0]) == set(WANT)
-    assert counted[0]["DistributedDataParallel"][1] == {"all_reduce": 1} and counted[0][
-        "three buckets"
-    ][1] == {"all_reduce": 3}
+    assert counted[0]["DistributedDataParallel"][1] == {
+        "all_reduce": 1
+    } and counted[0]["three buckets"][1] == {"all_reduce": 3}
     assert counted[0]["send"][1] == {"send": 1} and counted[1]["send"][1] == {}
 
 
@@ -235,20 +245,30 @@ def test_bench_counts_what_each_strategy_sends_and_says_why_one_does_not_run(
         "versions",
         "seed",
     } <= set(result)
-    assert "--distributed" in result["command"] and "--ranks 2" in result["command"]
+    assert (
+        "--distributed" in result["command"]
+        and "--ranks 2" in result["command"]
+    )
     assert (
         result["setting"]["batch_per_rank"] == 4
         and result["setting"]["backend"] == "gloo"
     )
     sgd, *ours, failed = result["rows"]
     told = Projection(
-        layers(small_cnn()), Compute(1.0), Link(), Method(k=4, samples=4, basis_bytes=4)
+        layers(small_cnn()),
+        Compute(1.0),
+        Link(),
+        Method(k=4, samples=4, basis_bytes=4),
     )  # of `seng scale`
     buffers = sum(
-        t.numel() * t.element_size() for t in small_cnn().to(torch.float32).buffers()
+        t.numel() * t.element_size()
+        for t in small_cnn().to(torch.float32).buffers()
     )
     assert sgd["contender"] == "sgd" and sgd["gradient_bytes"] == told.gradient
-    assert sgd["idle_by_kind"] == {"all_reduce": told.gradient, "broadcast": buffers}
+    assert sgd["idle_by_kind"] == {
+        "all_reduce": told.gradient,
+        "broadcast": buffers,
+    }
     assert (
         sgd["extra_gradients"] == 0
         and sgd["ratio_to_sgd"] == sgd["efficiency"] == 1
@@ -264,10 +284,13 @@ def test_bench_counts_what_each_strategy_sends_and_says_why_one_does_not_run(
     )
     shared, block, lagged = ours
     assert (
-        shared["idle_by_kind"] == sgd["idle_by_kind"] and shared["extra_gradients"] > 0
+        shared["idle_by_kind"] == sgd["idle_by_kind"]
+        and shared["extra_gradients"] > 0
     )
     assert (
-        block["idle_bytes"] == lagged["idle_bytes"] == sgd["idle_bytes"] + told.gradient
+        block["idle_bytes"]
+        == lagged["idle_bytes"]
+        == sgd["idle_bytes"] + told.gradient
     )
     assert (
         block["idle_messages"]
@@ -275,16 +298,21 @@ def test_bench_counts_what_each_strategy_sends_and_says_why_one_does_not_run(
         == shared["idle_messages"]
         == sgd["idle_messages"]
     )
-    assert shared["refresh_by_kind"]["all_reduce"] == told.gradient + told.basis
     assert (
-        shared["refresh_by_kind"]["all_to_all"] == (told.sketches + told.directions) / 2
+        shared["refresh_by_kind"]["all_reduce"] == told.gradient + told.basis
+    )
+    assert (
+        shared["refresh_by_kind"]["all_to_all"]
+        == (told.sketches + told.directions) / 2
     )  # half of it is for the other rank
     printed = capsys.readouterr().out
     assert (
         "more ranks than the 1 cores" in printed
         and "2 ranks, seng none such: ValueError" in printed
     )
-    cli.main(["bench", "--plot", str(tmp_path)])  # draws nothing, and does not stumble
+    cli.main(
+        ["bench", "--plot", str(tmp_path)]
+    )  # draws nothing, and does not stumble
     assert not capsys.readouterr().out
 
 
@@ -294,7 +322,10 @@ def test_bench_counts_what_each_strategy_sends_and_says_why_one_does_not_run(
         (["--ranks", "2"], ["--distributed"]),
         (["--distributed", "--ranks", "0"], ["at least 1"]),
         (["--distributed", "--strategies", "sharde"], ["did you mean shared"]),
-        (["--distributed", "--compile"], ["leave --contenders and --compile out"]),
+        (
+            ["--distributed", "--compile"],
+            ["leave --contenders and --compile out"],
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

@@ -49,20 +49,31 @@ QUICK = replace(TASKS["digits-cnn"], build=small, epochs=3, target=2.0)
 def run_of(name: str = "seng", **options) -> Run:
     return Run(
         options.pop("what", QUICK),
-        recipe(name, {"lr": 0.02, "refresh_every": 5} if name == "seng" else {}),
+        recipe(
+            name, {"lr": 0.02, "refresh_every": 5} if name == "seng" else {}
+        ),
         **options,
     )
 
 
 def lines_of(
-    run: Run, folder: Path, seconds: float | None = None, most: int = 10**9, **options
+    run: Run,
+    folder: Path,
+    seconds: float | None = None,
+    most: int = 10**9,
+    **options,
 ) -> list[dict]:
     checkpoint = (
-        None if seconds is None else Checkpoint(folder / "checkpoint.pt", seconds)
+        None
+        if seconds is None
+        else Checkpoint(folder / "checkpoint.pt", seconds)
     )
     out = []
     for line in train.train(
-        Training(run, load("digits"), CPU, "a command"), folder, checkpoint, **options
+        Training(run, load("digits"), CPU, "a command"),
+        folder,
+        checkpoint,
+        **options,
     ):
         out.append(line)
         if len(out) == most:
@@ -96,9 +107,9 @@ def numbers(lines):
 @pytest.mark.parametrize("name", ["seng", "sgd", "adamw"])
 def test_an_interrupted_run_goes_on_exactly(tmp_path, name):
     whole = lines_of(run_of(name), tmp_path / "whole")
-    assert [line["state"] for line in whole] == ["running"] * 5 + ["finished"] and len(
-        whole
-    ) == 6  # twice an epoch
+    assert [line["state"] for line in whole] == ["running"] * 5 + [
+        "finished"
+    ] and len(whole) == 6  # twice an epoch
     for most in (1, 2, 3):
         lines_of(run_of(name), tmp_path / str(most), 0.0, most)
         torch.manual_seed(123)  # another process
@@ -124,7 +135,9 @@ def test_without_a_checkpoint_it_begins_anew(tmp_path):
 
 def test_what_is_finished_is_not_run_again(tmp_path, monkeypatch):
     first = lines_of(run_of(), tmp_path)
-    monkeypatch.setattr(Training, "advance", lambda self: pytest.fail("it ran again"))
+    monkeypatch.setattr(
+        Training, "advance", lambda self: pytest.fail("it ran again")
+    )
     assert numbers(lines_of(run_of(), tmp_path)) == numbers(first)
     monkeypatch.undo()
     assert len(lines_of(run_of(), tmp_path, again=True)) == 6
@@ -139,9 +152,14 @@ def test_every_line_says_all_about_its_run(tmp_path):
         path.name == "seng-T5-2.jsonl"
         and json.loads(path.read_text().splitlines()[0]) == line
     )
-    assert line["recipe"] == recipe("seng", {"lr": 0.02, "refresh_every": 5}).values()
     assert (
-        line["run"]["batch"] == 64 and line["run"]["epochs"] == 3 and line["seed"] == 2
+        line["recipe"]
+        == recipe("seng", {"lr": 0.02, "refresh_every": 5}).values()
+    )
+    assert (
+        line["run"]["batch"] == 64
+        and line["run"]["epochs"] == 3
+        and line["seed"] == 2
     )
     assert (
         line["provenance"]["command"] == "a command"
@@ -155,14 +173,18 @@ def test_optimizers_see_the_same_batches_and_seeds_do_not():
         training = Training(run_of(name, seed=seed), load("digits"), CPU)
         seen[name, seed] = [y for _, y in training._epoch()]
     assert all(
-        torch.equal(a, b) for a, b in zip(seen["seng", 0], seen["sgd", 0], strict=True)
+        torch.equal(a, b)
+        for a, b in zip(seen["seng", 0], seen["sgd", 0], strict=True)
     )
     assert not all(
-        torch.equal(a, b) for a, b in zip(seen["sgd", 0], seen["sgd", 1], strict=True)
+        torch.equal(a, b)
+        for a, b in zip(seen["sgd", 0], seen["sgd", 1], strict=True)
     )
 
 
-def test_compiled_runs_after_one_another_train_as_others_do(tmp_path, monkeypatch):
+def test_compiled_runs_after_one_another_train_as_others_do(
+    tmp_path, monkeypatch
+):
     real = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda model: real(model, backend="aot_eager")
@@ -196,7 +218,9 @@ def test_it_stops_at_the_target_unless_told_otherwise(tmp_path):
     ):  # what stopped at the target is not a whole run
         lines_of(run_of(what=easy, stop=False), tmp_path)
     assert (
-        lines_of(run_of(what=easy, stop=False, label="whole"), tmp_path)[-1]["state"]
+        lines_of(run_of(what=easy, stop=False, label="whole"), tmp_path)[-1][
+            "state"
+        ]
         == "finished"
     )
 
@@ -265,7 +289,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
         with pytest.warns(
             UserWarning, match="could not be written .*; the one before stays"
         ):
-            assert not checkpoint.save(lambda: {"head": {}, "x": torch.zeros(3)})
+            assert not checkpoint.save(
+                lambda: {"head": {}, "x": torch.zeros(3)}
+            )
         monkeypatch.undo()
     monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(
@@ -282,7 +308,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     lines_of(run_of(), tmp_path, 0.0, 2)
     with pytest.raises(ValueError, match="another recipe"):
         lines_of(
-            run_of("seng").__class__(QUICK, recipe("seng", {"lr": 0.5})), tmp_path, 0.0
+            run_of("seng").__class__(QUICK, recipe("seng", {"lr": 0.5})),
+            tmp_path,
+            0.0,
         )
     (path,) = tmp_path.glob("*/*.jsonl")
     path.unlink()
@@ -323,7 +351,12 @@ def test_autoencoders_and_languages_learn(problem, tmp_path):
     if isinstance(problem, Language):
         text = torch.arange(4000) % 7
         data = Data(
-            "count", Arrays(text, text[:0]), Arrays(text[:500], text[:0]), 7, (), ()
+            "count",
+            Arrays(text, text[:0]),
+            Arrays(text[:500], text[:0]),
+            7,
+            (),
+            (),
         )
 
         class Next(nn.Module):
@@ -349,13 +382,19 @@ def test_autoencoders_and_languages_learn(problem, tmp_path):
         build = lambda classes: nn.Sequential(  # noqa: E731
             nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 64)
         )
-        what = Task("auto", "digits", build, 0.0, 3, problem, 64, convolutional=False)
+        what = Task(
+            "auto", "digits", build, 0.0, 3, problem, 64, convolutional=False
+        )
     lines = list(
         train.train(
-            Training(Run(what, recipe("adam", {"lr": 0.01})), data, CPU), tmp_path
+            Training(Run(what, recipe("adam", {"lr": 0.01})), data, CPU),
+            tmp_path,
         )
     )
-    assert lines[-1]["metric"] < lines[0]["metric"] and not lines[0]["higher_is_better"]
+    assert (
+        lines[-1]["metric"] < lines[0]["metric"]
+        and not lines[0]["higher_is_better"]
+    )
 
 
 def test_imagenet_is_trained_from_its_folder(tmp_path, monkeypatch):
@@ -371,7 +410,9 @@ def test_imagenet_is_trained_from_its_folder(tmp_path, monkeypatch):
         nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, classes)
     )
     monkeypatch.setitem(
-        TASKS, "imagenet-resnet50", replace(TASKS["imagenet-resnet50"], build=build)
+        TASKS,
+        "imagenet-resnet50",
+        replace(TASKS["imagenet-resnet50"], build=build),
     )
     words = [
         "imagenet-resnet50",
@@ -433,7 +474,9 @@ def test_compare_from_the_command_line(tmp_path, capsys, monkeypatch):
         ("adam", 0),
         ("adam", 1),
     }
-    assert {run.recipe["lr"] for run in runs if run.optimizer == "adam"} == {0.003}
+    assert {run.recipe["lr"] for run in runs if run.optimizer == "adam"} == {
+        0.003
+    }
     assert (
         runs[0]
         .provenance["command"]
@@ -487,9 +530,18 @@ def test_ctrl_c_ends_with_how_to_go_on(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["digits-cn"], "there is no task 'digits-cn': did you mean digits-cnn"),
-        (["digits-cnn", "sdg"], "there is no optimizer 'sdg': did you mean sgd"),
-        (["digits-cnn", "--set", "lrr=1"], "has no field 'lrr': did you mean lr"),
+        (
+            ["digits-cn"],
+            "there is no task 'digits-cn': did you mean digits-cnn",
+        ),
+        (
+            ["digits-cnn", "sdg"],
+            "there is no optimizer 'sdg': did you mean sgd",
+        ),
+        (
+            ["digits-cnn", "--set", "lrr=1"],
+            "has no field 'lrr': did you mean lr",
+        ),
         (["digits-cnn", "--set", "lr"], "--set takes field=value"),
         (["digits-cnn", "--set", "sdg.lr=1"], "there is no optimizer 'sdg'"),
         (["digits-cnn", "--label", "a/b"], "the label 'a/b'"),
@@ -498,7 +550,10 @@ def test_ctrl_c_ends_with_how_to_go_on(tmp_path, capsys, monkeypatch):
             ["digits-cnn", "--batch", "0"],
             "--epochs and --batch are positive, not 12 and 0",
         ),
-        (["digits-cnn", "--epochs", "-1"], "--epochs and --batch are positive"),
+        (
+            ["digits-cnn", "--epochs", "-1"],
+            "--epochs and --batch are positive",
+        ),
         (["digits-cnn", "--set", "lr=inf"], "lr is a number, not 'inf'"),
         (
             ["digits-cnn", "--set", "adam.lr=1"],
@@ -515,7 +570,13 @@ def test_what_is_wrong_on_the_command_line(words, said, tmp_path):
 
 def test_a_tuned_recipe_is_taken_and_counted(tmp_path):
     (tmp_path / "digits-cnn").mkdir()
-    tuned = {"seng": {"recipe": {"lr": 0.07}, "trials": 24, "study": "digits-cnn-seng"}}
+    tuned = {
+        "seng": {
+            "recipe": {"lr": 0.07},
+            "trials": 24,
+            "study": "digits-cnn-seng",
+        }
+    }
     (tmp_path / "digits-cnn" / "tuned.json").write_text(json.dumps(tuned))
     made, tuning = compare.chosen(QUICK, "seng", compare.How(), tmp_path)
     assert made.lr == 0.07 and tuning == {
@@ -538,7 +599,8 @@ def test_a_tuned_recipe_is_taken_and_counted(tmp_path):
     }
     (tmp_path / "digits-cnn" / "tuned.json").write_text(json.dumps(tuned))
     assert (
-        compare.chosen(QUICK, "seng", compare.How(label="T5"), tmp_path)[0].lr == 0.09
+        compare.chosen(QUICK, "seng", compare.How(label="T5"), tmp_path)[0].lr
+        == 0.09
     )
     made, tuning = compare.chosen(
         QUICK, "seng", compare.How(label="long", tuned="T5"), tmp_path
@@ -550,7 +612,9 @@ def test_a_tuned_recipe_is_taken_and_counted(tmp_path):
     ):
         compare.chosen(QUICK, "sgd", compare.How(tuned="T5"), tmp_path)
     with pytest.raises(ValueError, match="give one of them"):
-        compare.chosen(QUICK, "seng", compare.How(tuned="T5", untuned=True), tmp_path)
+        compare.chosen(
+            QUICK, "seng", compare.How(tuned="T5", untuned=True), tmp_path
+        )
     tuned["sgd"] = {
         **tuned["seng"],
         "recipe": {"schedule": "exp", "schedule_epochs": 2.0},
@@ -558,18 +622,24 @@ def test_a_tuned_recipe_is_taken_and_counted(tmp_path):
     }
     (tmp_path / "digits-cnn" / "tuned.json").write_text(json.dumps(tuned))
     assert (
-        compare.chosen(QUICK, "sgd", compare.How(), tmp_path)[0].schedule_epochs == 4.0
+        compare.chosen(QUICK, "sgd", compare.How(), tmp_path)[
+            0
+        ].schedule_epochs
+        == 4.0
     )  # 3 epochs instead of 1.5
     (tmp_path / "digits-cnn" / "tuned.json").write_text('{"seng": {"rec')
     with pytest.raises(ValueError, match="tuned.json cannot be read"):
         compare.chosen(QUICK, "seng", compare.How(), tmp_path)
-    made, tuning = compare.chosen(QUICK, "seng", compare.How(untuned=True), tmp_path)
+    made, tuning = compare.chosen(
+        QUICK, "seng", compare.How(untuned=True), tmp_path
+    )
     assert made.lr == 0.1 and tuning is None
 
 
 def test_schedules_in_epochs_shrink_with_the_budget():
     whole, short = (
-        task("imagenet-resnet50").recipe("seng-paper", epochs) for epochs in (76, 7.6)
+        task("imagenet-resnet50").recipe("seng-paper", epochs)
+        for epochs in (76, 7.6)
     )
     assert (whole.schedule_epochs, whole.warmup) == (60, 5) and (
         short.schedule_epochs,
@@ -588,4 +658,6 @@ def test_every_task_is_whole(name):
         name, 65 if name == "shakespeare-gpt" else 10
     )
     with torch.device("meta"):
-        assert sum(p.numel() for p in what.build(classes).parameters()) > 10_000
+        assert (
+            sum(p.numel() for p in what.build(classes).parameters()) > 10_000
+        )

@@ -65,8 +65,12 @@ def images(count: int = 600) -> Data:
         torch.randint(40, (count, 1, 8, 8), generator=chance)
         + 80 * y[:, None, None, None]
     ).to(torch.uint8)
-    secret = Tensor._make_subclass(Untouchable, torch.zeros(7, dtype=torch.int64))
-    return Data("digits", Arrays(x, y), Arrays(secret, secret), 10, (0.5,), (0.3,))
+    secret = Tensor._make_subclass(
+        Untouchable, torch.zeros(7, dtype=torch.int64)
+    )
+    return Data(
+        "digits", Arrays(x, y), Arrays(secret, secret), 10, (0.5,), (0.3,)
+    )
 
 
 @pytest.fixture
@@ -81,7 +85,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def words(
-    out: Path, *more: str, optimizers: tuple[str, ...] = ("sgd",), number: int = 3
+    out: Path,
+    *more: str,
+    optimizers: tuple[str, ...] = ("sgd",),
+    number: int = 3,
 ) -> list[str]:
     short = [
         "--epochs",
@@ -98,9 +105,15 @@ def words(
     return ["digits-cnn", "--optimizers", *optimizers, *short, *more]
 
 
-def opened(out: Path | None, optimizer: str = "sgd", **changes: Any) -> Campaign:
+def opened(
+    out: Path | None, optimizer: str = "sgd", **changes: Any
+) -> Campaign:
     """The study of `words`; without a folder one in memory."""
-    settings: dict[str, Any] = {"trials": 3, "epochs": 1.0, "batch": 256} | changes
+    settings: dict[str, Any] = {
+        "trials": 3,
+        "epochs": 1.0,
+        "batch": 256,
+    } | changes
     storage = (
         connect(study.default_storage(out, "digits-cnn"))
         if out
@@ -110,7 +123,9 @@ def opened(out: Path | None, optimizer: str = "sgd", **changes: Any) -> Campaign
 
 
 def tuned(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "digits-cnn" / "tuned.json").read_text())
+    found: dict[str, Any] = json.loads(
+        (out / "digits-cnn" / "tuned.json").read_text()
+    )
     return found
 
 
@@ -138,9 +153,12 @@ def test_held_out_is_a_tenth_of_the_training_set_and_leaves_the_test_set_alone()
     )
     got = held_out(data)
     assert len(got.train.x) == 93 and len(got.test.x) == 10
-    assert sorted([*got.train.y.tolist(), *got.test.y.tolist()]) == list(range(103))
+    assert sorted([*got.train.y.tolist(), *got.test.y.tolist()]) == list(
+        range(103)
+    )
     assert all(
-        torch.equal(part.x.flatten().long(), part.y) for part in (got.train, got.test)
+        torch.equal(part.x.flatten().long(), part.y)
+        for part in (got.train, got.test)
     )  # an image keeps its class
     assert got.test.y.tolist() != list(range(93, 103)), (
         "sorted data must not lose its last class"
@@ -152,11 +170,18 @@ def test_held_out_is_a_tenth_of_the_training_set_and_leaves_the_test_set_alone()
 def test_held_out_of_a_text_is_its_end() -> None:
     text, none = torch.arange(205), torch.empty(0, dtype=torch.int64)
     got = held_out(
-        Data("text", Arrays(text, none), Arrays(torch.arange(9), none), 205, (), ())
+        Data(
+            "text",
+            Arrays(text, none),
+            Arrays(torch.arange(9), none),
+            205,
+            (),
+            (),
+        )
     )
-    assert got.train.x.tolist() == list(range(185)) and got.test.x.tolist() == list(
-        range(185, 205)
-    )
+    assert got.train.x.tolist() == list(
+        range(185)
+    ) and got.test.x.tolist() == list(range(185, 205))
     assert not len(got.train.y) and not len(got.test.y)
 
 
@@ -178,9 +203,9 @@ def test_the_first_trial_is_the_tasks_own_recipe_and_in_the_space() -> None:
             plan = Plan(task, name)
             own = recipes.recipe(name, dict(task.recipes.get(name, {})))
             assert plan.base.with_(plan.first).values() == plan.base.values()
-            assert [plan.base.lr_at(epoch, task.epochs) for epoch in (0, 3, 8)] == [
-                own.lr_at(e, task.epochs) for e in (0, 3, 8)
-            ]
+            assert [
+                plan.base.lr_at(epoch, task.epochs) for epoch in (0, 3, 8)
+            ] == [own.lr_at(e, task.epochs) for e in (0, 3, 8)]
             for field, allowed in plan.space.items():
                 value = plan.first[field]
                 assert (
@@ -202,9 +227,12 @@ def test_a_range_moves_along_with_the_tasks_own_value() -> None:
     assert field == "lr" and not rest  # a log range has no 0: the task's stays
     assert (allowed.low, allowed.high) == pytest.approx((3e-2, 3.0))
     space = Plan(task, "seng-paper").space
-    assert (space["damping"].low, space["damping"].high) == pytest.approx((1.0, 4.0))
+    assert (space["damping"].low, space["damping"].high) == pytest.approx(
+        (1.0, 4.0)
+    )
     assert (
-        isinstance(space["schedule"], OneOf) and space["schedule"].values[0] == "linear"
+        isinstance(space["schedule"], OneOf)
+        and space["schedule"].values[0] == "linear"
     )
     momentum = Plan(TASKS["shakespeare-gpt"], "muon").space[
         "momentum"
@@ -213,15 +241,17 @@ def test_a_range_moves_along_with_the_tasks_own_value() -> None:
         0.6,
         0.97,
     )
-    far = Plan(replace(DIGITS, recipes={"muon": {"momentum": 0.99}}), "muon").space[
-        "momentum"
-    ]
+    far = Plan(
+        replace(DIGITS, recipes={"muon": {"momentum": 0.99}}), "muon"
+    ).space["momentum"]
     assert isinstance(far, Between) and (far.low, far.high) == (0.6, 0.99)
 
 
 def test_schedules_shrink_with_the_budget() -> None:
     short = Plan(TASKS["imagenet-resnet50"], "seng-paper", epochs=7.6)
-    assert short.lengths == pytest.approx({"schedule_epochs": 6.0, "warmup": 0.5})
+    assert short.lengths == pytest.approx(
+        {"schedule_epochs": 6.0, "warmup": 0.5}
+    )
     whole = Plan(TASKS["cifar10-resnet18"], "seng-paper", epochs=15).lengths
     assert whole == {
         "schedule_epochs": None,
@@ -229,7 +259,9 @@ def test_schedules_shrink_with_the_budget() -> None:
     }  # a schedule as long as the run
 
 
-def test_a_task_that_begins_elsewhere_is_another_search(tmp_path: Path) -> None:
+def test_a_task_that_begins_elsewhere_is_another_search(
+    tmp_path: Path,
+) -> None:
     storage = connect(f"sqlite:///{tmp_path}/studies.db")
     first = campaign(storage, Plan(DIGITS, "sgd"))
     moved = replace(DIGITS, recipes={"sgd": {"lr": 0.02}})
@@ -252,9 +284,9 @@ def test_what_is_set_is_not_searched_and_stays_with_what_is_found(
 ) -> None:
     given = ["--set", "seng.refresh_every=3", "damping=0.2"]
     tune.main(words(tmp_path, *given, optimizers=("seng",), number=1))
-    found = json.loads((tmp_path / "digits-cnn/tuned.json").read_text())["seng"][
-        "recipe"
-    ]
+    found = json.loads((tmp_path / "digits-cnn/tuned.json").read_text())[
+        "seng"
+    ]["recipe"]
     assert (found["refresh_every"], found["damping"]) == (3, 0.2) and {
         "lr",
         "weight_decay",
@@ -270,35 +302,54 @@ def test_what_is_set_is_not_searched_and_stays_with_what_is_found(
         ([], "was made with"),
         (["--set", "sgd.lr=1"], "does not run here"),
         (["--set", "dampin=1"], "did you mean damping"),
-        (["--set", "lr=1", "--sampler", "grid"], "--set goes with --sampler tpe"),
+        (
+            ["--set", "lr=1", "--sampler", "grid"],
+            "--set goes with --sampler tpe",
+        ),
     ):
         with pytest.raises(SystemExit, match=said):
-            tune.main(words(tmp_path, *changed, optimizers=("seng",), number=1))
+            tune.main(
+                words(tmp_path, *changed, optimizers=("seng",), number=1)
+            )
 
 
-def test_the_papers_grids_come_in_an_order_of_the_seed_each_point_once() -> None:
-    plan = Plan(TASKS["cifar10-resnet18"], "seng-paper", sampler="grid", trials=10_000)
+def test_the_papers_grids_come_in_an_order_of_the_seed_each_point_once() -> (
+    None
+):
+    plan = Plan(
+        TASKS["cifar10-resnet18"], "seng-paper", sampler="grid", trials=10_000
+    )
     grid = [
-        paper.in_sgd_units(point) for grid in plan.grids for point in paper.points(grid)
+        paper.in_sgd_units(point)
+        for grid in plan.grids
+        for point in paper.points(grid)
     ]
     keys = {json.dumps(point, sort_keys=True) for point in plan.points}
-    assert len(keys) == len(plan.points) and len(grid) - 1 <= len(plan.points) <= len(
-        grid
-    )
+    assert len(keys) == len(plan.points) and len(grid) - 1 <= len(
+        plan.points
+    ) <= len(grid)
     assert plan.asked == 1 + len(plan.points)
     for field in ("lr", "damping", "weight_decay"):
         assert {point[field] for point in plan.points} <= {
             point[field] for point in grid
         }
     lengths = {point["schedule_epochs"] for point in plan.points}
-    assert lengths == {85.0, 90.0, 70.0, None, 80.0}, "75 is the run's own length"
-    assert replace(plan, trials=5).points == plan.points != replace(plan, seed=1).points
+    assert lengths == {85.0, 90.0, 70.0, None, 80.0}, (
+        "75 is the run's own length"
+    )
+    assert (
+        replace(plan, trials=5).points
+        == plan.points
+        != replace(plan, seed=1).points
+    )
 
 
 def test_chance_is_of_the_trial_and_not_of_the_process() -> None:
     def drawn(stops: int) -> list[dict[str, Any]]:
         storage = optuna.storages.InMemoryStorage()
-        name = optuna.create_study(storage=storage, sampler=Seeded(7)).study_name
+        name = optuna.create_study(
+            storage=storage, sampler=Seeded(7)
+        ).study_name
         for _ in range(stops):
             again = optuna.load_study(
                 study_name=name, storage=storage, sampler=Seeded(7)
@@ -315,7 +366,8 @@ def test_chance_is_of_the_trial_and_not_of_the_process() -> None:
     whole = drawn(1)
     assert whole == drawn(4) and len({trial["a"] for trial in whole}) == 8
     assert all(
-        log(trial["a"]) / log(1e-3) != pytest.approx(1 - trial["b"]) for trial in whole
+        log(trial["a"]) / log(1e-3) != pytest.approx(1 - trial["b"])
+        for trial in whole
     )  # fields are not drawn alike
 
 
@@ -330,7 +382,11 @@ def test_chance_is_of_the_trial_and_not_of_the_process() -> None:
         (3, CategoricalDistribution((2, 3, 1)), True),
         (2, CategoricalDistribution((2, 3, 1)), False),
         (2, CategoricalDistribution((2, 3)), False),
-        ("cosine", CategoricalDistribution(("cosine", "exp", "linear")), False),
+        (
+            "cosine",
+            CategoricalDistribution(("cosine", "exp", "linear")),
+            False,
+        ),
         (0.5, CategoricalDistribution((None, 0.1, 0.5, 0.9)), False),
     ],
 )
@@ -359,10 +415,18 @@ def test_every_optimizer_gets_the_same_trials_and_compare_reads_what_was_found(
         assert there.trials()[0].params == there.plan.first
         top = best(there.study)
         assert top is not None
-        assert {"recipe", "curve", "seconds", "machine", "commit", "versions"} <= set(
-            top.user_attrs
+        assert {
+            "recipe",
+            "curve",
+            "seconds",
+            "machine",
+            "commit",
+            "versions",
+        } <= set(top.user_attrs)
+        assert (
+            "command" not in top.user_attrs
+            and len(top.user_attrs["curve"]) == 2
         )
-        assert "command" not in top.user_attrs and len(top.user_attrs["curve"]) == 2
         assert top.value == top.user_attrs["curve"][-1]["metric"]
         found = tuned(tmp_path)[name]
         assert found["recipe"] == top.params and found["value"] == top.value
@@ -383,7 +447,8 @@ def test_every_optimizer_gets_the_same_trials_and_compare_reads_what_was_found(
     before = tuned(tmp_path)
     tune.main(words(tmp_path, optimizers=names))
     assert (
-        "have been done before" in capsys.readouterr().out and tuned(tmp_path) == before
+        "have been done before" in capsys.readouterr().out
+        and tuned(tmp_path) == before
     )
     tune.main(words(tmp_path, number=4))
     assert (
@@ -431,14 +496,19 @@ def test_an_interrupted_trial_does_not_count_and_is_done_again(
     assert "unfinished: 1 of 3" in capsys.readouterr().out
     tune.main(words(tmp_path))
     there = opened(tmp_path).trials()
-    assert [trial.state for trial in there].count(TrialState.FAIL) == 1 and len(
-        counted(there)
-    ) == 3
-    assert there[2].params == there[1].params and there[1].state == TrialState.FAIL
+    assert [trial.state for trial in there].count(
+        TrialState.FAIL
+    ) == 1 and len(counted(there)) == 3
+    assert (
+        there[2].params == there[1].params
+        and there[1].state == TrialState.FAIL
+    )
     assert tuned(tmp_path)["sgd"]["trials"] == 3
 
 
-def test_what_a_killed_process_left_is_done_again(small: None, tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_done_again(
+    small: None, tmp_path: Path
+) -> None:
     killed = opened(tmp_path)
     trial = killed.study.ask()
     recipe = killed.plan.suggest(trial)
@@ -487,7 +557,9 @@ def test_a_worker_too_many_steps_back(small: None) -> None:
     """Two that began the last trial together: the one with the higher number gives way, and the queue keeps its point."""
     there = opened(None, trials=1)
     first = there.study.ask()
-    worker = trials.Worker(held_out(images()), torch.device("cpu"), lambda: None)
+    worker = trials.Worker(
+        held_out(images()), torch.device("cpu"), lambda: None
+    )
     worker.one(there)
     assert (
         there.trials()[1].user_attrs["superfluous"]
@@ -498,7 +570,9 @@ def test_a_worker_too_many_steps_back(small: None) -> None:
     assert there.complete() and len(counted(there.trials())) == 1
     again(there.study, there.trials()[0])
     worker.one(there)
-    waiting = [trial for trial in there.trials() if trial.state == TrialState.WAITING]
+    waiting = [
+        trial for trial in there.trials() if trial.state == TrialState.WAITING
+    ]
     assert (
         len(counted(there.trials())) == 1
         and waiting[-1].system_attrs["fixed_params"] == there.plan.first
@@ -517,7 +591,8 @@ def test_a_trial_that_others_took_for_dead_is_theirs(small: None) -> None:
 
     trials.Worker(held_out(images()), torch.device("cpu"), watch).work([there])
     assert (
-        len(counted(there.trials())) == 3 and there.trials()[0].state == TrialState.FAIL
+        len(counted(there.trials())) == 3
+        and there.trials()[0].state == TrialState.FAIL
     )
 
 
@@ -551,7 +626,8 @@ def test_divergence_is_a_result_and_an_error_of_torch_a_failure_that_counts(
     assert there[2].user_attrs["failed"] == "RuntimeError: CUDA out of memory"
     said = capsys.readouterr().out
     assert (
-        "it diverged" in said and "failed, RuntimeError: CUDA out of memory (" in said
+        "it diverged" in said
+        and "failed, RuntimeError: CUDA out of memory (" in said
     )
     assert (
         tuned(tmp_path)["sgd"]["trials"] == 4
@@ -575,16 +651,24 @@ def test_a_study_whose_trials_all_fail_finds_nothing(
     ("problem", "value"),
     [(Language(8), trials.WORST), (Reconstruction(), trials.WORST)],
 )
-def test_the_worst_value_of_an_error_is_large(problem: Any, value: float) -> None:
+def test_the_worst_value_of_an_error_is_large(
+    problem: Any, value: float
+) -> None:
     plan = Plan(replace(DIGITS, problem=problem), "sgd")
     trial = optuna.create_study().ask()
-    assert plan.direction == "minimize" and trials._diverged(plan, trial) == value
+    assert (
+        plan.direction == "minimize" and trials._diverged(plan, trial) == value
+    )
 
 
 def test_a_trial_goes_on_beyond_the_target(small: None) -> None:
-    easy = Plan(replace(DIGITS, target=0.0), "sgd", trials=1, epochs=1.0, batch=256)
+    easy = Plan(
+        replace(DIGITS, target=0.0), "sgd", trials=1, epochs=1.0, batch=256
+    )
     there = campaign(optuna.storages.InMemoryStorage(), easy)
-    trials.Worker(held_out(images()), torch.device("cpu"), lambda: None).one(there)
+    trials.Worker(held_out(images()), torch.device("cpu"), lambda: None).one(
+        there
+    )
     assert there.trials()[0].user_attrs["curve"][-1]["epoch"] == 1.0
 
 
@@ -606,16 +690,23 @@ def test_what_is_below_the_median_is_pruned(
 
     monkeypatch.setattr(Training, "advance", scripted)
     there = opened(None, epochs=3.0, trials=6, prune=prune)
-    trials.Worker(held_out(images()), torch.device("cpu"), lambda: None).work([there])
+    trials.Worker(held_out(images()), torch.device("cpu"), lambda: None).work(
+        [there]
+    )
     states = [trial.state for trial in there.trials()]
     assert states[:4] == [TrialState.COMPLETE] * 4
-    assert states[4:] == [TrialState.PRUNED if prune else TrialState.COMPLETE] * 2
+    assert (
+        states[4:] == [TrialState.PRUNED if prune else TrialState.COMPLETE] * 2
+    )
     if prune:
         assert len(there.trials()[4].intermediate_values) == 2, (
             "a third of six evaluations is let be"
         )
         assert len(there.trials()[4].user_attrs["curve"]) == 2
-    assert len(counted(there.trials())) == 6 and best(there.study) == there.trials()[0]
+    assert (
+        len(counted(there.trials())) == 6
+        and best(there.study) == there.trials()[0]
+    )
 
 
 def test_the_grid_is_tried_point_by_point(
@@ -641,9 +732,12 @@ def test_the_grid_is_tried_point_by_point(
     tune.main(words(tmp_path, "--sampler", "grid", number=9))
     assert "all 4 points" in capsys.readouterr().out
     there = [
-        trial.params for trial in opened(tmp_path, sampler="grid", trials=9).trials()
+        trial.params
+        for trial in opened(tmp_path, sampler="grid", trials=9).trials()
     ]
-    tried = sorted((point["schedule"], point["lr"], point["rate"]) for point in there)
+    tried = sorted(
+        (point["schedule"], point["lr"], point["rate"]) for point in there
+    )
     assert tried == [
         ("cosine", 0.01, 5.0),
         ("cosine", 0.02, 5.0),
@@ -657,7 +751,9 @@ def test_the_grid_is_tried_point_by_point(
 def test_workers_share_a_study(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tune.main(words(tmp_path, "--jobs", "2", optimizers=("sgd", "adam"), number=4))
+    tune.main(
+        words(tmp_path, "--jobs", "2", optimizers=("sgd", "adam"), number=4)
+    )
     for name in ("sgd", "adam"):
         there = opened(tmp_path, name, trials=4).trials()
         assert (
@@ -709,7 +805,9 @@ def test_bad_input_is_one_sentence(
     assert "\n" not in str(stopped.value.code) and not list(tmp_path.iterdir())
 
 
-def test_a_study_of_another_kind_is_refused(small: None, tmp_path: Path) -> None:
+def test_a_study_of_another_kind_is_refused(
+    small: None, tmp_path: Path
+) -> None:
     opened(tmp_path)
     for changed, said in (
         (
@@ -724,7 +822,9 @@ def test_a_study_of_another_kind_is_refused(small: None, tmp_path: Path) -> None
     ):
         with pytest.raises(SystemExit, match=said):
             tune.main(words(tmp_path) + changed)
-    assert [trial.state for trial in opened(tmp_path).trials()] == [TrialState.WAITING]
+    assert [trial.state for trial in opened(tmp_path).trials()] == [
+        TrialState.WAITING
+    ]
 
 
 @pytest.mark.parametrize(
@@ -739,7 +839,9 @@ def test_a_database_without_its_driver_is_named_without_its_password(
         ValueError, match=re.escape(f"pip install {package}")
     ) as refused:
         connect(f"postgresql+{driver}://me:secret@host/db")
-    assert "secret" not in str(refused.value) and "host/db" in str(refused.value)
+    assert "secret" not in str(refused.value) and "host/db" in str(
+        refused.value
+    )
 
 
 def test_tables_that_another_machine_makes_at_the_same_time_are_waited_for(
@@ -750,7 +852,9 @@ def test_tables_that_another_machine_makes_at_the_same_time_are_waited_for(
     def storage(*given: Any, **options: Any) -> Any:
         made.append(1)
         if len(made) < 3:
-            raise IntegrityError("CREATE TABLE", {}, Exception("duplicate key"))
+            raise IntegrityError(
+                "CREATE TABLE", {}, Exception("duplicate key")
+            )
         return "the storage"
 
     monkeypatch.setattr(study, "sleep", lambda seconds: None)
@@ -758,7 +862,9 @@ def test_tables_that_another_machine_makes_at_the_same_time_are_waited_for(
     assert connect("sqlite:///:memory:") == "the storage" and len(made) == 3
 
 
-def test_the_studies_of_others_are_left_alone(small: None, tmp_path: Path) -> None:
+def test_the_studies_of_others_are_left_alone(
+    small: None, tmp_path: Path
+) -> None:
     storage = connect(study.default_storage(tmp_path, "digits-cnn"))
     own = optuna.create_study(
         storage=storage, study_name="digits-cnn-sgd", direction="maximize"

@@ -71,7 +71,12 @@ def cnn() -> nn.Module:
             nn.Conv2d(6, 4, 3, stride=2, groups=2),
             nn.ReLU(),
         ),
-        *(nn.ConvTranspose2d(4, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 4)),
+        *(
+            nn.ConvTranspose2d(4, 3, 2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(27, 4),
+        ),
     )
 
 
@@ -191,13 +196,19 @@ METHODS: dict[str, Method] = {
     "sketch-kronecker": curved(
         form="implicit", decay=0.0, sketch=sketch.KroneckerRows(4, 5)
     ),
-    "sketch-gaussian": curved(form="explicit", decay=0.0, sketch=sketch.Gaussian(30)),
+    "sketch-gaussian": curved(
+        form="explicit", decay=0.0, sketch=sketch.Gaussian(30)
+    ),
     "sketch-count": curved(
         form="merged", decay=0.0, rank=5, sketch=sketch.CountSketch(30)
     ),
     "sketch-averaged": curved(sketch=sketch.Rows(40), rank=6),
-    "independent": curved(form="implicit", decay=0.0, combine="independent", rank=2),
-    "paper": Method(lambda m: seng.SENG(m, 0.05, **seng.presets.paper(0.5, EVERY))),
+    "independent": curved(
+        form="implicit", decay=0.0, combine="independent", rank=2
+    ),
+    "paper": Method(
+        lambda m: seng.SENG(m, 0.05, **seng.presets.paper(0.5, EVERY))
+    ),
     "paper-units": Method(
         lambda m: seng.SENG(
             m,
@@ -215,7 +226,11 @@ METHODS: dict[str, Method] = {
     "kronecker-merged": curved(rank=4, base_rank=4, **KRONECKER),
     "kronecker-explicit": curved(form="explicit", decay=0.0, **KRONECKER),
     "kronecker-implicit": curved(
-        form="implicit", decay=0.0, rank=2, options={"damping": 0.1}, **KRONECKER
+        form="implicit",
+        decay=0.0,
+        rank=2,
+        options={"damping": 0.1},
+        **KRONECKER,
     ),
     "kronecker-sketch": curved(
         form="merged",
@@ -229,7 +244,10 @@ METHODS: dict[str, Method] = {
         lambda m: seng.SENG(m, 0.1, **seng.presets.orthogonal())
     ),
     "orthogonal-kronecker": curved(
-        0.1, rank=0, options={"orthogonal": True, "weight_decay": 0.01}, **KRONECKER
+        0.1,
+        rank=0,
+        options={"orthogonal": True, "weight_decay": 0.01},
+        **KRONECKER,
     ),
     "sampled": curved(fisher="sampled"),
     "gauss-newton": curved(
@@ -249,7 +267,9 @@ METHODS: dict[str, Method] = {
         "micro",
     ),
     "kfac-damping": Method(
-        lambda m: seng.KFAC(m, 0.02, refresh_every=EVERY, decay=0.5, damping=0.2),
+        lambda m: seng.KFAC(
+            m, 0.02, refresh_every=EVERY, decay=0.5, damping=0.2
+        ),
         "damping",
     ),
 }
@@ -263,8 +283,16 @@ def residual(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 FITS: dict[str, dict[str, Any]] = {
     "least-squares": {"damping": 0.1},
     "least-squares-plain": {"acceleration": False, "damping": 0.1},
-    "least-squares-search": {"line_search": True, "adapt": False, "damping": 0.1},
-    "least-squares-momentum": {"momentum": 0.5, "adapt": False, "damping": 1.0},
+    "least-squares-search": {
+        "line_search": True,
+        "adapt": False,
+        "damping": 0.1,
+    },
+    "least-squares-momentum": {
+        "momentum": 0.5,
+        "adapt": False,
+        "damping": 1.0,
+    },
     "least-squares-sketch": {"sketch": sketch.CountSketch(60), "damping": 0.1},
     "least-squares-whole": {"separate": False, "damping": 0.1},
 }
@@ -274,7 +302,10 @@ RANKS: dict[
 ] = {  # method -> how the network is spread, and how it is trained
     "shared-default": ("ddp", default()),
     "shared-low-rank": ("ddp", curved()),
-    "shared-sketch": ("ddp", curved(sketch=sketch.CountSketch(40), rank=6, decay=0.0)),
+    "shared-sketch": (
+        "ddp",
+        curved(sketch=sketch.CountSketch(40), rank=6, decay=0.0),
+    ),
     "shared-kronecker-merged": ("ddp", curved(rank=4, **KRONECKER)),
     "shared-orthogonal": ("ddp", default(0.1, orthogonal=True)),
     "block-default": ("ddp", default(strategy="block")),
@@ -296,7 +327,11 @@ RANKS: dict[
     "lagged-implicit": (
         "ddp",
         curved(
-            0.02, form="implicit", decay=0.0, rank=3, options={"strategy": "lagged"}
+            0.02,
+            form="implicit",
+            decay=0.0,
+            rank=3,
+            options={"strategy": "lagged"},
         ),
     ),
     "fsdp-default": ("fsdp", default()),
@@ -324,7 +359,9 @@ def _step(
     return total
 
 
-def trajectory(name: str, method: Method, nudge: float = 0.0) -> dict[str, list[float]]:
+def trajectory(
+    name: str, method: Method, nudge: float = 0.0
+) -> dict[str, list[float]]:
     """The loss before every step, and of each tensor at the end two sums that tell it apart."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -339,7 +376,10 @@ def trajectory(name: str, method: Method, nudge: float = 0.0) -> dict[str, list[
             opt = method.build(model)
             opt.load_state_dict(state)
         losses.append(_step(method, step, model, opt, x, y))
-    return {"losses": losses, "tensors": fingerprints(list(model.parameters()))}
+    return {
+        "losses": losses,
+        "tensors": fingerprints(list(model.parameters())),
+    }
 
 
 def fit(
@@ -354,11 +394,16 @@ def fit(
     x, y = next(batches(name))
     fitted = seng.LeastSquares(model, residual, **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some of them are differentiated as a whole
+        warnings.simplefilter(
+            "ignore"
+        )  # some of them are differentiated as a whole
         losses = [
             fitted.step(x, y) for _ in range(5)
         ]  # from then on some are at rounding
-    return {"losses": losses, "tensors": fingerprints(list(model.parameters()))}
+    return {
+        "losses": losses,
+        "tensors": fingerprints(list(model.parameters())),
+    }
 
 
 def on_rank(
@@ -374,7 +419,9 @@ def on_rank(
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))
+        )
         run: nn.Module = model
     else:
         run = nn.parallel.DistributedDataParallel(model)
@@ -383,7 +430,9 @@ def on_rank(
     for step, (x, y) in enumerate(batches(name)):
         mine = slice(0, 5) if rank == 0 else slice(5, None)
         losses.append(_step(method, step, run, opt, x[mine], y[mine]))
-    tensors = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    tensors = [
+        getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()
+    ]
     return {"losses": losses, "tensors": fingerprints(tensors)}
 
 
@@ -396,11 +445,18 @@ def fingerprints(tensors: list[Tensor]) -> list[float]:
     return out
 
 
-def difference(got: dict[str, list[float]], want: dict[str, list[float]]) -> float:
+def difference(
+    got: dict[str, list[float]], want: dict[str, list[float]]
+) -> float:
     """The largest, relative where numbers are above 1."""
-    pairs = [(a, b) for key in want for a, b in zip(got[key], want[key], strict=True)]
+    pairs = [
+        (a, b)
+        for key in want
+        for a, b in zip(got[key], want[key], strict=True)
+    ]
     return max(
-        abs(a - b) / max(1.0, abs(b)) if a == a else float("inf") for a, b in pairs
+        abs(a - b) / max(1.0, abs(b)) if a == a else float("inf")
+        for a, b in pairs
     )
 
 
@@ -423,10 +479,14 @@ def main(keys: list[str]) -> None:
             if key in RANKS:
                 ranks = ranks or Ranks(2)
                 found[name] = ranks(on_rank, key, name)[0]
-                off[name] = difference(ranks(on_rank, key, name, 1e-15)[0], found[name])
+                off[name] = difference(
+                    ranks(on_rank, key, name, 1e-15)[0], found[name]
+                )
                 continue
             run, how = (
-                (trajectory, METHODS[key]) if key in METHODS else (fit, FITS[key])
+                (trajectory, METHODS[key])
+                if key in METHODS
+                else (fit, FITS[key])
             )
             found[name] = run(name, how)
             off[name] = difference(run(name, how, 1e-15), found[name])

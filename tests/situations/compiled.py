@@ -15,7 +15,11 @@ def _():
     model, counter = mlp(), CompileCounterWithBackend("aot_eager")
     opt = sengs(model)
     as_plain(
-        loop(model, opt, run=torch.compile(model, backend=counter, fullgraph=True))
+        loop(
+            model,
+            opt,
+            run=torch.compile(model, backend=counter, fullgraph=True),
+        )
     )
     assert counter.frame_count == 2
 
@@ -31,7 +35,8 @@ def _():
 
 
 @situation(
-    "torch.compile", "SENG(torch.compile(model)): the wrapper instead of the module"
+    "torch.compile",
+    "SENG(torch.compile(model)): the wrapper instead of the module",
 )
 def _():
     model = mlp()
@@ -39,7 +44,9 @@ def _():
     as_plain(loop(model, sengs(run), run=run))
 
 
-@situation("torch.compile", "model.compile() in place, and only a part of the model")
+@situation(
+    "torch.compile", "model.compile() in place, and only a part of the model"
+)
 def _():
     model = mlp()
     model[0].compile(backend="aot_eager", fullgraph=True)
@@ -72,10 +79,14 @@ def _():
     part = torch.compile(
         lambda x: model[3](model[2](x)), backend="aot_eager", fullgraph=True
     )
-    as_plain(loop(model, opt, start=4, run=lambda x: part(model[1](model[0](x)))))
+    as_plain(
+        loop(model, opt, start=4, run=lambda x: part(model[1](model[0](x))))
+    )
 
 
-@situation("torch.compile", "the optimizer is built after the first compiled call")
+@situation(
+    "torch.compile", "the optimizer is built after the first compiled call"
+)
 def _():
     model = mlp()
     run = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -29,7 +29,10 @@ for title, example in (
         "lightning_module",
     ),
     ("Accelerate: prepare, accumulate, clipping", "accelerate_loop"),
-    ("Hugging Face Trainer: optimizers= and optimizer_cls_and_kwargs=", "hf_trainer"),
+    (
+        "Hugging Face Trainer: optimizers= and optimizer_cls_and_kwargs=",
+        "hf_trainer",
+    ),
 ):
 
     @situation("Frameworks", title)
@@ -43,7 +46,10 @@ def _():
 
     model = mlp()
     opt = sengs(model)
-    with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        SummaryWriter(folder) as writer,
+    ):
         opt.register_step_post_hook(seng.TensorBoard(writer))
         as_plain(loop(model, opt))
         writer.flush()

@@ -17,7 +17,15 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import seng
-from situations import batch, exact, loop, mlp, plain_gradient, sengs, situation
+from situations import (
+    batch,
+    exact,
+    loop,
+    mlp,
+    plain_gradient,
+    sengs,
+    situation,
+)
 
 
 @situation("Models", "a layer that is called twice")
@@ -28,27 +36,37 @@ def _():
 @situation("Models", "weights tied between embedding and head: one block")
 def _():
     model = Tied()
-    exact(model, torch.randint(7, (6, 4)), torch.randn(6, 4, 7), layers=[model])
+    exact(
+        model, torch.randint(7, (6, 4)), torch.randn(6, 4, 7), layers=[model]
+    )
 
 
 @situation("Models", "two convolutions that share a weight")
 def _():
     model = SharedConv()
-    exact(model, torch.randn(6, 2, 5, 5), torch.randn(6, 2, 2, 2), layers=[model])
+    exact(
+        model, torch.randn(6, 2, 5, 5), torch.randn(6, 2, 2, 2), layers=[model]
+    )
 
 
 @situation("Models", "a weight that is also used outside of its layer")
 def _():
     model = FunctionalTie()
     opt = optimizer(model)
-    naive.loss_of(model(torch.randint(7, (6, 4))), torch.randn(6, 4, 7)).backward()
+    naive.loss_of(
+        model(torch.randint(7, (6, 4))), torch.randn(6, 4, 7)
+    ).backward()
     opt.step()
 
 
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.qkv, self.out, self.norm = nn.Linear(4, 12), nn.Linear(4, 4), nn.RMSNorm(4)
+        self.qkv, self.out, self.norm = (
+            nn.Linear(4, 12),
+            nn.Linear(4, 4),
+            nn.RMSNorm(4),
+        )
 
     def forward(self, x):
         q, k, v = (
@@ -63,7 +81,8 @@ class Attention(nn.Module):
 
 
 @situation(
-    "Models", "attention written with nn.Linear and scaled_dot_product_attention"
+    "Models",
+    "attention written with nn.Linear and scaled_dot_product_attention",
 )
 def _():
     exact(Attention(), torch.randn(5, 3, 4), torch.randn(5, 3, 4))
@@ -100,27 +119,39 @@ for kind in (nn.LSTM, nn.GRU):
 @situation("Models", "weight_norm (a parametrization)")
 def _():
     model = nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)
+        parametrizations.weight_norm(nn.Linear(3, 4)),
+        nn.Tanh(),
+        nn.Linear(4, 2),
     )
-    plain_gradient(model, model[0].parametrizations.weight.original1, torch.randn(5, 3))
+    plain_gradient(
+        model, model[0].parametrizations.weight.original1, torch.randn(5, 3)
+    )
 
 
 @situation("Models", "pruned layers (torch.nn.utils.prune)")
 def _():
     model = nn.Sequential(
-        prune.l1_unstructured(nn.Linear(3, 4), "weight", 2), nn.Tanh(), nn.Linear(4, 2)
+        prune.l1_unstructured(nn.Linear(3, 4), "weight", 2),
+        nn.Tanh(),
+        nn.Linear(4, 2),
     )
     plain_gradient(model, model[0].weight_orig, torch.randn(5, 3))
 
 
-@situation("Models", "grouped, depthwise and transposed convolutions, GroupNorm")
+@situation(
+    "Models", "grouped, depthwise and transposed convolutions, GroupNorm"
+)
 def _():
     layers = (
         nn.Conv2d(2, 4, 2, groups=2),
         nn.GroupNorm(2, 4),
         nn.ConvTranspose2d(4, 2, 2, groups=2),
     )
-    exact(nn.Sequential(*layers), torch.randn(5, 2, 4, 4), torch.randn(5, 2, 4, 4))
+    exact(
+        nn.Sequential(*layers),
+        torch.randn(5, 2, 4, 4),
+        torch.randn(5, 2, 4, 4),
+    )
 
 
 @situation("Models", "channels_last")
@@ -132,28 +163,41 @@ def _():
     exact(model, x, torch.randn(5, 2, 2, 2))
 
 
-@situation("Models", "BatchNorm in training: the batch's statistics are taken as given")
+@situation(
+    "Models",
+    "BatchNorm in training: the batch's statistics are taken as given",
+)
 def _():
     layer, x, target = nn.BatchNorm1d(3), torch.randn(6, 3), torch.randn(6, 3)
     u = naive.batch_norm_gradients(layer, x, target)
     opt = optimizer(layer)
     naive.loss_of(layer(x), target).backward()
-    assert naive.relative_error(stepped(layer, opt), reference([(u, u.mean(0))])) < 1e-9
+    assert (
+        naive.relative_error(stepped(layer, opt), reference([(u, u.mean(0))]))
+        < 1e-9
+    )
 
 
 @situation("Models", "time first, with seng.layers.arrange")
 def _():
-    model, x, target = nn.Linear(3, 2), torch.randn(6, 5, 3), torch.randn(6, 5, 2)
+    model, x, target = (
+        nn.Linear(3, 2),
+        torch.randn(6, 5, 3),
+        torch.randn(6, 5, 2),
+    )
     seng.layers.arrange(model, lambda t: t.transpose(0, 1))
 
     def backward():
-        naive.loss_of(model(x.transpose(0, 1)).transpose(0, 1), target).backward()
+        naive.loss_of(
+            model(x.transpose(0, 1)).transpose(0, 1), target
+        ).backward()
 
     exact(model, x, target, layers=[model], backward=backward)
 
 
 @situation(
-    "Models", "a layer whose dimension 0 is not the sample (a table of positions)"
+    "Models",
+    "a layer whose dimension 0 is not the sample (a table of positions)",
 )
 def _():
     model = Positions()
@@ -164,7 +208,9 @@ def _():
 def _():
     model = Positions()
     opt = optimizer(model, strict=True)
-    naive.loss_of(model(torch.randint(7, (8, 5))), torch.randn(8, 5, 2)).backward()
+    naive.loss_of(
+        model(torch.randint(7, (8, 5))), torch.randn(8, 5, 2)
+    ).backward()
     opt.step()
 
 

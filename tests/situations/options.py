@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import seng
+from seng.tell.inspection import inspect
 from situations import batch, loop, mlp, sengs, situation
 
 
@@ -21,7 +22,10 @@ def _():
             loop(
                 model,
                 opt,
-                step=lambda opt=opt, schedule=schedule: (opt.step(), schedule.step()),
+                step=lambda opt=opt, schedule=schedule: (
+                    opt.step(),
+                    schedule.step(),
+                ),
             )
         )
     assert naive.relative_error(*got) < 1e-6
@@ -35,7 +39,11 @@ def _():
         {"params": model[2:].parameters()},
     ]
     opt = seng.SENG(
-        groups, lr=0.05, module=model, weight_decay=0.01, curvature=seng.Curvature()
+        groups,
+        lr=0.05,
+        module=model,
+        weight_decay=0.01,
+        curvature=seng.Curvature(),
     )
     loop(model, opt)
     assert opt.diagnostics()["0"]["damping"] == pytest.approx(
@@ -60,13 +68,15 @@ def _():
     loop(model, opt, 0, 3)
     opt.add_param_group({"params": list(model[3].parameters())})
     loop(model, opt, 3, 6)
-    assert len(opt.preconditioner.blocks) == 2
+    assert len(inspect(opt).states) == 2
 
 
 @situation("Optimizer", "an option of the whole optimizer in a param group")
 def _():
     model = mlp()
-    seng.SENG([{"params": model.parameters(), "refresh_every": 5}], module=model)
+    seng.SENG(
+        [{"params": model.parameters(), "refresh_every": 5}], module=model
+    )
 
 
 for flag in ("foreach", "fused", "differentiable", "capturable"):
@@ -102,6 +112,4 @@ def _():
         naive.loss_of(model(batch(i)[0]), batch(i)[1]).backward()
         first.step()
         second.step()
-    assert (
-        len(first.preconditioner.blocks) == 1 and len(second.preconditioner.blocks) == 2
-    )
+    assert len(inspect(first).states) == 1 and len(inspect(second).states) == 2

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import seng
+from seng.tell.inspection import inspect
 from situations import (
     as_plain,
     batch,
@@ -20,7 +21,7 @@ from situations import (
 @situation("Precision", "float64 parameters: curvature and solve in float64")
 def _():
     opt = exact(mlp(), *batch())
-    assert opt.preconditioner.blocks[0].gram.dtype == torch.float64
+    assert inspect(opt).states[0].gram.dtype == torch.float64
 
 
 def low_precision(dtype, tolerance):
@@ -28,7 +29,7 @@ def low_precision(dtype, tolerance):
     opt = sengs(model)
     as_plain(loop(model, opt), tolerance)
     assert all(
-        b.gram.dtype == torch.float32 for b in opt.preconditioner.blocks.values()
+        b.gram.dtype == torch.float32 for b in inspect(opt).states.values()
     )
 
 
@@ -65,7 +66,7 @@ def autocast(dtype, scaler=None):
             scaler.update()
 
     as_plain(loop(model, opt, run=run, step=step, scaler=scaler), 0.05)
-    assert opt.preconditioner.steps == 9
+    assert inspect(opt).steps == 9
 
 
 @situation("Precision", "autocast to bfloat16")
@@ -88,10 +89,12 @@ def _():
 def _():
     model = mlp()
     opt, scaler = sengs(model), torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.inf * naive.loss_of(model(batch()[0]), batch()[1])).backward()
+    scaler.scale(
+        torch.inf * naive.loss_of(model(batch()[0]), batch()[1])
+    ).backward()
     scaler.step(opt)
     scaler.update()
-    assert opt.preconditioner.steps == 0
+    assert inspect(opt).steps == 0
     as_plain(loop(model, opt))
 
 
@@ -125,7 +128,7 @@ def _():
         model["a"](torch.randn(5, 3).float()).bfloat16()
     ).square().mean().backward()
     opt.step()
-    assert len(opt.preconditioner.blocks) == 2 and all(
+    assert len(inspect(opt).states) == 2 and all(
         p.isfinite().all() for p in model.parameters()
     )
 

@@ -13,7 +13,10 @@ from situations import as_plain, loop, mlp, sengs, situation
 def in_a_group(run):
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1
+            "gloo",
+            store=dist.FileStore(f"{folder}/store", 1),
+            rank=0,
+            world_size=1,
         )
         try:
             run()

@@ -1,0 +1,321 @@
+"""Every option acts, or is refused by name: of `Curvature`, `SENG`, `KFAC` and `LeastSquares`, and of Curvature's in pairs.
+
+The options are read from the signatures: one without a case here fails the suite.
+"""
+
+import inspect
+import warnings
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seng
+from seng import Curvature
+
+ROWS = seng.sketch.Rows(20)
+LEAVING = {"traffic"}  # options that are about to go
+# Of layers that do not fit into memory, of K-FAC's norms, of an optimizer without a module.
+pytestmark = pytest.mark.filterwarnings("ignore:seng:UserWarning")
+
+
+class Network(nn.Sequential):
+    """Convolution, norm and linear layers; `spare`, if there is one, is a parameter that no layer of torch's own holds."""
+
+    def __init__(self, spare: bool = False) -> None:
+        super().__init__(
+            nn.Conv2d(2, 6, 3, padding=1),
+            nn.Tanh(),
+            nn.LayerNorm([6, 4, 4]),
+            nn.Flatten(),
+            nn.Linear(96, 8),
+            nn.Tanh(),
+            nn.Linear(8, 4),
+        )
+        self.spare = nn.Parameter(torch.ones(4)) if spare else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out if self.spare is None else out * self.spare
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    x = torch.randn(24, 2, 4, 4, generator=draw)
+    return x, torch.randint(4, (24,), generator=draw)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trained(
+    kind: type, *, spare: bool = False, **options: object
+) -> Tensor | str:
+    """The weights after some steps, three refreshes among them; or the words of a refusal."""
+    torch.manual_seed(0)
+    model = Network(spare)
+    try:
+        opt = kind(model, **{"lr": 0.05, "refresh_every": 3, **options})
+        for step in range(7):
+            x, y = batch(step)
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+    except (ValueError, TypeError) as refused:
+        return str(refused)
+    return weights(model)
+
+
+def curved(**options: object) -> Tensor | str:
+    try:
+        curvature = Curvature(**options)
+    except (ValueError, TypeError) as refused:
+        return str(refused)
+    return trained(seng.SENG, curvature=curvature)
+
+
+def acts(name: str, usual: Tensor | str, other: Tensor | str) -> bool:
+    """Whether an option changes what comes out, or is refused by its name."""
+    assert isinstance(usual, Tensor), usual
+    if isinstance(other, str):
+        return name in other
+    return float((other - usual).norm() / usual.norm()) > 1e-9
+
+
+# What an option is set to, and the options beside which it should act.
+CURVATURE: dict[str, tuple[object, dict[str, object]]] = {
+    "form": ("explicit", {"decay": 0, "rank": 3}),
+    "samples": (5, {}),
+    "rank": (2, {}),
+    "sketch": (ROWS, {}),
+    "combine": ("independent", {"form": "implicit", "decay": 0}),
+    "decay": (0.3, {}),
+    "relative_damping": (False, {}),
+    "fisher": ("sampled", {}),
+    "blocks": ("network", {}),
+    "memory": (1_000, {}),
+    "loss": ("squares", {"fisher": "sampled"}),
+    "base": ("kronecker", {}),
+    "power": (1.0, {"base": "kronecker"}),
+    "base_rank": (2, {"base": "kronecker"}),
+    "graft": (True, {}),
+}
+
+
+def test_every_option_of_curvature_has_a_case():
+    assert {f.name for f in fields(Curvature)} - LEAVING == set(CURVATURE)
+
+
+@pytest.mark.parametrize("name", CURVATURE)
+def test_an_option_of_curvature_acts(name):
+    value, beside = CURVATURE[name]
+    found = curved(**beside, **{name: value})
+    assert isinstance(found, Tensor) or name == "memory", found
+    assert acts(name, curved(**beside), found)
+
+
+CONTEXTS: dict[str, dict[str, object]] = {
+    "plain": {"form": "plain"},
+    "base alone": {"base": "kronecker", "rank": 0},
+    "low rank over a base": {"base": "kronecker"},
+    "network": {"blocks": "network"},
+    "explicit": {"form": "explicit", "decay": 0},
+    "implicit": {"form": "implicit", "decay": 0, "rank": 3},
+    "merged": {"form": "merged", "decay": 0},
+    "explicit over a base": {
+        "form": "explicit",
+        "decay": 0,
+        "base": "kronecker",
+    },
+    "explicit, network": {"form": "explicit", "decay": 0, "blocks": "network"},
+}
+# One rank is given to a list of forms, by our tests and by `seng bench`; the explicit form keeps every sample.
+KEEPS_ALL = {(name, "rank") for name in CONTEXTS if "explicit" in name}
+
+
+@pytest.fixture(scope="module")
+def usual():
+    """The weights of each context, trained once."""
+    return {}
+
+
+@pytest.mark.parametrize("name", CURVATURE)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_an_option_acts_in_every_context_or_is_refused(context, name, usual):
+    beside, value = CONTEXTS[context], CURVATURE[name][0]
+    if name in beside or (context, name) in KEEPS_ALL:
+        return
+    if name == "graft":  # None means True over a base
+        value = not Curvature(**beside).grafts
+    if context not in usual:
+        usual[context] = curved(**beside)
+    assert acts(name, usual[context], curved(**{**beside, name: value}))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"power": 1.0}, "power"),
+        ({"base_rank": 8}, "base_rank"),
+        ({"form": "plain", "rank": 2}, "rank"),
+        ({"form": "plain", "relative_damping": False}, "relative_damping"),
+        ({"form": "plain", "power": 1.0}, "power"),
+        ({"base": "kronecker", "rank": 0, "sketch": ROWS}, "sketch"),
+        (
+            {"base": "kronecker", "rank": 0, "form": "explicit", "decay": 0},
+            "form",
+        ),
+        (
+            {"base": "kronecker", "rank": 0, "form": "implicit", "decay": 0},
+            "form",
+        ),
+    ],
+    ids=str,
+)
+def test_what_would_do_nothing_is_refused(given, name):
+    with pytest.raises(ValueError, match=f"^Curvature: .*leave out {name},"):
+        Curvature(**given)
+
+
+def test_a_refused_option_is_named_once_for_all():
+    with pytest.raises(
+        ValueError, match="leave out power, base_rank, or use base="
+    ):
+        Curvature(power=1.0, base_rank=8)
+
+
+PAPER = {"curvature": Curvature(relative_damping=False), "damping": 0.5}
+SENG: dict[str, tuple[object, dict[str, object]]] = {
+    "lr": (0.02, {}),
+    "momentum": (0.5, {}),
+    "nesterov": (True, {}),
+    "weight_decay": (0.1, {}),
+    "damping": (0.5, {}),
+    "refresh_every": (2, {}),
+    "curvature": (Curvature(), {}),
+    "units": ("paper", PAPER),
+    "strategy": ("lagged", {"curvature": Curvature()}),
+    "maximize": (True, {}),
+    "orthogonal": (True, {}),
+}
+KFAC: dict[str, tuple[object, dict[str, object]]] = {
+    "lr": (0.02, {}),
+    "momentum": (0.5, {}),
+    "nesterov": (True, {}),
+    "weight_decay": (0.1, {}),
+    "damping": (0.5, {}),
+    "refresh_every": (2, {}),
+    "decay": (0.3, {}),
+    "maximize": (True, {}),
+}
+OPTIMIZERS = {seng.SENG: SENG, seng.KFAC: KFAC}
+ELSEWHERE = {
+    seng.SENG: {"params", "module", "strict"},
+    seng.KFAC: {"params", "module"},
+}
+
+
+def options_of(kind: type) -> set[str]:
+    return set(inspect.signature(kind.__init__).parameters) - {"self"}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_option_of_an_optimizer_has_a_case(kind):
+    assert options_of(kind) == OPTIMIZERS[kind].keys() | ELSEWHERE[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in OPTIMIZERS for name in OPTIMIZERS[kind]],
+)
+def test_an_option_of_an_optimizer_acts(kind, name):
+    value, beside = OPTIMIZERS[kind][name]
+    found = trained(kind, **beside, **{name: value})
+    assert isinstance(found, Tensor), found
+    assert acts(name, trained(kind, **beside), found)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_params_and_module_act(kind):
+    """Without a module it is SGD; with some of the parameters, the others stay."""
+
+    def weights_by(choose):
+        torch.manual_seed(0)
+        model = Network()
+        opt = kind(**choose(model), lr=0.05)
+        for step in range(2):
+            opt.zero_grad()
+            x, y = batch(step)
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+        return weights(model)
+
+    whole = weights_by(lambda m: {"params": m})
+    inside = weights_by(lambda m: {"params": m.parameters(), "module": m})
+    bare = weights_by(lambda m: {"params": m.parameters()})
+    part = weights_by(lambda m: {"params": m[-1].parameters(), "module": m})
+    assert torch.equal(inside, whole)
+    assert acts("module", whole, bare) and acts("params", whole, part)
+
+
+def test_strict_refuses_what_takes_the_plain_gradient():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert isinstance(trained(seng.SENG, spare=True), Tensor)
+    assert any("spare" in str(w.message) for w in told)
+    refused = trained(seng.SENG, spare=True, strict=True)
+    assert (
+        isinstance(refused, str)
+        and "strict=True" in refused
+        and "spare" in refused
+    )
+
+
+FIT: dict[str, tuple[object, dict[str, object]]] = {
+    "damping": (0.1, {}),
+    "adapt": (False, {"acceleration": False}),
+    "acceleration": (False, {"damping": 1.0}),
+    "line_search": (True, {"adapt": False, "damping": 1e-4}),
+    "momentum": (0.5, {"adapt": False, "damping": 1.0}),
+    "sketch": (seng.sketch.CountSketch(25), {}),
+    "memory": (1, {}),  # no step fits
+    "separate": (True, {}),  # these residuals do not
+}
+
+
+def mixed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Residuals that hang on the mean over the samples, so that they do not separate."""
+    out = model(x)
+    return (out - out.mean(0) - torch.eye(4)[y]).flatten()
+
+
+def fitted(**options: object) -> Tensor | str:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(32, 3), nn.Tanh(), nn.Linear(3, 4)
+    )
+    x, y = batch(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that they do not separate
+            fit = seng.LeastSquares(model, mixed, **options)
+            for _ in range(3):
+                fit.step(x, y)
+    except (ValueError, TypeError, MemoryError) as refused:
+        return str(refused)
+    return weights(model)
+
+
+def test_every_option_of_least_squares_has_a_case():
+    assert options_of(seng.LeastSquares) == FIT.keys() | {"model", "residual"}
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_an_option_of_least_squares_acts(name):
+    value, beside = FIT[name]
+    found = fitted(**beside, **{name: value})
+    assert isinstance(found, Tensor) or name in ("memory", "separate"), found
+    assert acts(name, fitted(**beside), found)
