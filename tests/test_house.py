@@ -26,7 +26,7 @@ ROOMS = [
 PENDING: set[str] = set()
 
 # Code tokens of the core: lower it when the code shrinks; a commit that raises it says why.
-BUDGET = 82_700
+BUDGET = 82_600
 
 # What a file, a function and a line of the core may be, and what is larger today: these are to be lowered, or emptied, as the
 # code is redrawn, and never to grow.

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -245,13 +244,6 @@ class _Batch:
         )
 
 
-def _cut(sums: Tensor, b: Tensor, row: list[int]) -> tuple[Tensor, Tensor]:
-    """c = Yg and b = Cc of one block, by its row of the table of blocks."""
-    k, (first, spans, start) = row[4], row[17:]
-    c = sums[first : first + spans * k].view(spans, k).sum(0)
-    return c, b[start : start + k]
-
-
 class Grouped:
     """Directions, or steps, of many blocks.
 
@@ -300,15 +292,6 @@ class Grouped:
         self._run(table, targets, table, table, table, SGD=False)
         del read  # not before the kernels are in the stream
         return out
-
-    def projected(self) -> list[Callable[[], tuple[Tensor, Tensor]]]:
-        """c = Yg and b = Cc of every item at the last run, to be cut out when they are asked for."""
-        found = {}
-        for batch in self.batches:
-            sums, b = batch.sums.clone(), batch.b.clone()
-            for row in batch.rows:
-                found[row[16]] = partial(_cut, sums, b, row)
-        return [found[param] for param in sorted(found)]
 
     def update(
         self,
