@@ -9,8 +9,7 @@ from seng.distributed.team import ALONE
 from seng.linalg.operators import Merged, Operator
 from seng.metrics.curvature import Curvature
 from seng.metrics.low_rank import LowRank
-from seng.metrics.metric import LayerRefresh
-from seng.metrics.plan import Dims, Plan
+from seng.metrics.metric import Dims, LayerRefresh, Plan
 
 
 def planned(U: Operator, form: str, rank: int) -> Plan:

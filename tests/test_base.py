@@ -10,14 +10,17 @@ from torch import Tensor, nn
 
 import seng
 from seng.distributed.team import ALONE
-from seng.linalg.implicit import Implicit
+from seng.linalg.implicit import Implicit, Windows
 from seng.linalg.sketch import IDENTITY
-from seng.linalg.windows import Windows
-from seng.metrics.diagonal import DiagonalState
 from seng.metrics.factor import FLOOR, Factor, Moment, updated
-from seng.metrics.kronecker import Kronecker, KroneckerState, inputs
+from seng.metrics.kronecker import (
+    DiagonalState,
+    Kronecker,
+    KroneckerState,
+    inputs,
+)
 from seng.metrics.low_rank import LowRank
-from seng.metrics.low_rank_state import LowRankState
+from seng.metrics.woodbury import LowRankState
 
 F64 = torch.float64
 

@@ -41,7 +41,7 @@ from seng.linalg.sketch import (
 )
 from seng.metrics.factor import FLOOR
 from seng.metrics.kronecker import KroneckerState
-from seng.metrics.plan import Dims, plan
+from seng.metrics.metric import Dims, plan
 from seng.tell.inspection import inspect
 
 every_rank = pytest.mark.parametrize("rank", [16, 0])

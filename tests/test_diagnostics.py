@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import seng
-from seng.layers.timer import Timer
+from seng.layers.samples import Timer
 from seng.tell.inspection import inspect
 
 KEYS = {

@@ -456,7 +456,7 @@ def test_a_refresh_that_is_interrupted_leaves_no_half_written_state(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("seng.tell.record.settle", interrupted)
+        patch.setattr("seng.optim.step_plan.settle", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(model, opt, 1)
     assert len(inspect(opt).states) == 2  # the first layer's is gone

@@ -27,9 +27,9 @@ from seng.gpu import grouped, recorder
 from seng.gpu.kernels import AVAILABLE
 from seng.linalg.operators import Merged
 from seng.optim import engine, gpu_plan
+from seng.optim import step_plan as records
 from seng.optim.preconditioned import Preconditioned
 from seng.optim.step_plan import StepPlan, over_layers
-from seng.tell import record as records
 from seng.tell.inspection import inspect
 
 if not AVAILABLE:

@@ -26,7 +26,7 @@ ROOMS = [
 PENDING: set[str] = set()
 
 # Code tokens of the core: lower it when the code shrinks; a commit that raises it says why.
-BUDGET = 82_600
+BUDGET = 81_800
 
 # What a file, a function and a line of the core may be, and what is larger today: these are to be lowered, or emptied, as the
 # code is redrawn, and never to grow.
@@ -155,7 +155,7 @@ def test_imports_point_downward(path):
 
 
 def test_an_import_that_points_upward_is_seen():
-    assert upward("linalg", "from seng.metrics.plan import Plan") and upward(
+    assert upward("linalg", "from seng.metrics.metric import Plan") and upward(
         "gpu", "import seng.lab.demo"
     )
     assert upward(

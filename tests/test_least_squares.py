@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import seng
 from seng.linalg.operators import Explicit
-from seng.metrics.low_rank_state import LowRankState
+from seng.metrics.woodbury import LowRankState
 from seng.residuals.jacobian import TermJacobian
 from seng.residuals.linearization import Linearization, linearize
 from seng.residuals.normal import NormalEquations, normal_equations

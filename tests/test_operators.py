@@ -8,13 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seng.linalg import implicit as windowed
 from seng.linalg import numerics, operators
-from seng.linalg import windows as windowed
-from seng.linalg.implicit import Implicit, Independent
-from seng.linalg.joined import added, stacked
+from seng.linalg.implicit import Implicit, Independent, Windows
 from seng.linalg.lookup import Lookup
-from seng.linalg.operators import Explicit, Merged
-from seng.linalg.windows import Windows
+from seng.linalg.operators import Explicit, Merged, added, stacked
 
 
 def implicit(samples=5, h=1, n_G=4, n_A=3, r=2) -> Implicit:

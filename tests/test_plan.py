@@ -9,7 +9,7 @@ from torch import nn
 
 import seng
 from seng.lab.models import resnet50
-from seng.metrics.plan import Dims, paper_form, plan
+from seng.metrics.metric import Dims, paper_form, plan
 from seng.tell.inspection import inspect
 
 TABLE_1 = {  # case: (n, n_G, n_A, κ), and a layer of ResNet50 that has it

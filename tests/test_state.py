@@ -22,7 +22,7 @@ from seng.linalg.operators import Explicit
 from seng.linalg.sketch import CountSketch, Identity, KroneckerRows, Rows
 from seng.metrics.factor import Factor
 from seng.metrics.kronecker import KroneckerState
-from seng.metrics.low_rank_state import LowRankState
+from seng.metrics.woodbury import LowRankState
 from seng.tell.inspection import inspect
 from seng.tell.state import pack, unpack
 

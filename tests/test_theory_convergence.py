@@ -10,7 +10,7 @@ import seng
 from seng.lab.theory import descent, ntk, walk, wide
 from seng.linalg.numerics import top
 from seng.linalg.sketch import CountSketch, Gaussian, Rows
-from seng.metrics.low_rank_state import LowRankState
+from seng.metrics.woodbury import LowRankState
 
 
 @pytest.mark.parametrize(

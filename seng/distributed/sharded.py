@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seng.distributed.team import Team
-from seng.layers.dtensors import is_sharded, like, local, spread
-from seng.layers.sites import Segments, Site
+from seng.layers.sites import Segments, Site, is_sharded, like, local, spread
 from seng.linalg.operators import Operator, Shape
 
 

@@ -34,9 +34,8 @@ from seng.distributed.team import (
     check_weights,
     team_of,
 )
-from seng.layers.dtensors import is_sharded
 from seng.layers.samples import Samples
-from seng.layers.sites import Segment, Site
+from seng.layers.sites import Segment, Site, is_sharded
 
 Tensors = dict[nn.Parameter, Tensor]
 Sides = tuple[Tensor, Tensor]

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seng.layers.dtensors import is_sharded
+from seng.layers.sites import is_sharded
 
 Strategy = Literal["local", "shared", "block", "lagged"]
 STRATEGIES = ("shared", "block", "lagged")

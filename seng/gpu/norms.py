@@ -1,7 +1,7 @@
 """BatchNorm's per-sample sums, Σ g ⊙ x̂ and Σ g over the positions of each sample, in one pass by
 Triton.
 
-Importing this module makes `seng.layers.norms` use it wherever the kernels are available.
+Importing this module makes `seng.layers.kinds` use it wherever the kernels are available.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from seng.gpu import kernels
 from seng.gpu.grouped import available
-from seng.layers.kinds import Columns
-from seng.layers.norms import ACCELERATORS, of_the_batch
+from seng.layers.kinds import ACCELERATORS, Columns, of_the_batch
 
 CHANNELS = 32  # that one program takes
 

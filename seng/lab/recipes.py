@@ -19,7 +19,7 @@ from seng.layers.sites import survey
 from seng.metrics.curvature import BASE_RANK, Base, Combine, Form
 from seng.metrics.kronecker import Kronecker
 from seng.optim import schedules
-from seng.optim.build import DAMPING, REFRESH_EVERY
+from seng.optim.settings import DAMPING, REFRESH_EVERY
 
 
 def _fused(model: nn.Module) -> bool | None:

@@ -3,23 +3,147 @@ captured, site by site.
 
 Separate backwards follow each other (accumulation). B is the step's sample count; with a mean loss
 u_i = B × the captured gradient, and U's columns are u_i/√ϱ over the first ϱ samples.
+
+A clock for what one layer's refresh costs.
+
+The captures of one backward: what each site's layers saw, as one U per site.
+
+Within one backward, captures of one site add up per sample: a layer used twice, tied weights.
+
+What gathers the per-sample gradients of a module: its hooks, what they have captured, and when.
+
+On refresh steps backwards are captured. `own_batch` lets backwards feed the curvature alone (the
+paper's S̃_k). With `fisher` other than "empirical" the module's output goes backward for the
+curvature alone (`seng.layers.fisher`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
-from seng.layers.backwards import Backward, Forward
-from seng.layers.capture import accumulates
-from seng.layers.sites import Member, Segments, Site
-from seng.layers.timer import Timer
-from seng.linalg.joined import stacked
-from seng.linalg.operators import HALF, Operator
+from seng.layers.capture import Capture, accumulates, loss_scale
+from seng.layers.fisher import Fisher, Loss, Observer, output_of, seeds
+from seng.layers.sites import Member, Segments, Site, differs
+from seng.linalg.operators import HALF, Operator, added, stacked
+
+
+class Timer:
+    """Seconds spent inside `with timer:`, added up; inside of itself it does nothing.
+
+    On a GPU by events, so that nothing waits until they are read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[tuple[Any, Any]] = []
+        self.depth = 0
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def __enter__(self) -> None:
+        self.depth += 1
+        if self.depth == 1:
+            self.start = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.marks.append((self.start, self._now()))
+
+    @property
+    def seconds(self) -> float:
+        if not self.cuda:
+            return float(sum(end - start for start, end in self.marks))
+        for _, end in self.marks:
+            end.synchronize()
+        return (
+            float(sum(start.elapsed_time(end) for start, end in self.marks))
+            / 1000
+        )
+
+
+@dataclass
+class Backward:
+    """The captures of one backward; its dictionaries are by the site's number."""
+
+    counts: Counter[int] = field(
+        default_factory=Counter
+    )  # samples -> calls with them
+    count_of: dict[int, int] = field(
+        default_factory=dict
+    )  # samples of the first call
+    mismatches: dict[int, str] = field(
+        default_factory=dict
+    )  # between two calls
+    kappa: Counter[int] = field(
+        default_factory=Counter
+    )  # positions, over all calls
+    positions: Counter[int] = field(
+        default_factory=Counter
+    )  # over all samples
+    pieces: dict[int, Operator] = field(default_factory=dict)  # U, unscaled
+    kept: int | None = (
+        None  # samples that count, if that is not for a limit to say
+    )
+
+    @property
+    def samples(self) -> int:
+        """The sample count that most layers saw."""
+        return self.counts.most_common(1)[0][0] if self.counts else 0
+
+    def fits(self, index: int, count: int) -> bool:
+        """Note a call with so many samples: whether it can be added to those before it."""
+        self.counts[count] += 1
+        first = self.count_of.setdefault(index, count)
+        if first != count:
+            self.mismatches[index] = (
+                f"it was called with {first} and with {count} samples in one backward, which cannot be added up"
+            )
+        return first == count
+
+    def add(self, index: int, U: Operator, per_sample: bool) -> None:
+        """Add a call's columns to those of before, or put them beside them."""
+        before = self.pieces.get(index)
+        if before is not None:
+            U = added(before, U) if per_sample else stacked([before, U])
+        self.pieces[index] = U
+
+    def mismatch(self, index: int) -> str | None:
+        """Why a site's dimension 0 cannot be the sample, in words; None where it can."""
+        count = self.count_of.get(index, self.samples)
+        other = None if count == self.samples else differs(count, self.samples)
+        return self.mismatches.get(index, other)
+
+    def shorten(self, kept: int) -> None:
+        """Keep the first so many samples."""
+        self.kept = kept
+        self.pieces = {
+            index: U.first(kept) for index, U in self.pieces.items()
+        }
+
+
+@dataclass
+class Forward:
+    """A call of the module whose output was sent backward for the curvature alone."""
+
+    count: int  # samples
+    trained: bool  # the training loss went backward through it too; else an evaluation
+    tasks: list[int] = field(default_factory=list)  # its backwards
+
 
 Keep = Callable[[Site, Operator], Operator]
 
@@ -277,3 +401,106 @@ def _mode(module: nn.Module, training: bool) -> Iterator[None]:
         yield
     finally:
         module.training = now
+
+
+class Collector:
+    """Hooks on the layers of some sites, and the samples that they hand over."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sites: list[Site],
+        *,
+        limit: int | None,
+        keep: Callable[[], Keep | None],
+        fisher: Fisher,
+        loss: Loss,
+        stream: Callable[[int], int],
+        per_sample: bool = True,
+    ) -> None:
+        self.module, self.fisher, self.loss, self.stream = (
+            module,
+            fisher,
+            loss,
+            stream,
+        )
+        self.own = (
+            False  # whether this step's curvature has a batch of its own
+        )
+        observed = fisher != "empirical"
+        self.samples = Samples(sites, limit, keep, observed, per_sample)
+        layers = [member.module for _, member in self.samples.layers]
+        self.capture = Capture(layers, self.samples.receive)
+        self.observer = (
+            Observer(module, WeakMethod(self._observe)) if observed else None
+        )
+
+    def arm(self, due: bool) -> None:
+        """Begin a step, which is captured if a refresh is due."""
+        self.samples.clear()
+        self.own = self.samples.own = self.capture.own = False
+        self.capture.armed = due
+
+    def drop(self) -> None:
+        """Forget what was captured: the gradients it belongs to are gone."""
+        if self.own:
+            return
+        if self.samples.gated:
+            self.samples.forget(
+                trained=True
+            )  # what is still to go backward stays
+        else:
+            self.samples.clear()
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+        self.capture.remove()
+
+    @property
+    def scale(self) -> float:
+        """Of the loss, which the captured gradients carry."""
+        unscaled = self.own or self.observer is not None
+        return 1.0 if unscaled else loss_scale()
+
+    def _observe(self, out: Any) -> None:
+        """The module was called: on a refresh step send its output backward."""
+        if not self.capture.armed:
+            return
+        f = output_of(out)
+        if not f.requires_grad:
+            return
+        segments = [s for site in self.samples.sites for s in site.segments]
+        params = [s.param for s in segments if s.param.requires_grad]
+        if not params:
+            return
+        seed = self.stream(len(self.samples.forwards))
+        generator = torch.Generator(f.device).manual_seed(seed)
+        with self.samples.listened(f.shape[0]) as forward:
+            for h in seeds(f, self.fisher, self.loss, generator):
+                torch.autograd.grad(
+                    f, params, h, retain_graph=True, allow_unused=True
+                )
+        f.register_hook(lambda _: setattr(forward, "trained", True))
+
+    @contextmanager
+    def own_batch(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Backwards in here feed only the curvature; gradients stay as they were."""
+        # DDP may reduce into what gradients are views of.
+        wrapped = isinstance(self.module, nn.parallel.DistributedDataParallel)
+        kept = []
+        for p in params:
+            kept.append(
+                p.grad.clone() if wrapped and p.grad is not None else p.grad
+            )
+            p.grad = None
+        self.samples.clear()
+        self.own = self.samples.own = self.capture.own = self.capture.armed = (
+            True
+        )
+        try:
+            yield
+        finally:
+            self.capture.own = False
+            self.capture.armed = self.capture.armed and not self.own
+            for p, grad in zip(params, kept, strict=True):
+                p.grad = grad

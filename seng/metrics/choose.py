@@ -5,13 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from seng.distributed.team import team_of
-from seng.layers.dtensors import is_sharded
+from seng.layers.sites import is_sharded
 from seng.metrics.curvature import BASE_RANK, Curvature
-from seng.metrics.kronecker import Kronecker
+from seng.metrics.kronecker import Kronecker, Plain
 from seng.metrics.low_rank import LowRank
 from seng.metrics.metric import Metric
 from seng.metrics.network import Network
-from seng.metrics.plain import Plain
 
 
 def usual(

@@ -10,11 +10,18 @@ so that λ → ∞ is P = I. As the base of `seng.metrics.low_rank` it whitens U
 
 is K-FAC itself (Martens & Grosse 2015; for convolutions Grosse & Martens 2016) with dense factors,
 A = C_A and G the mean of ggᵀ over samples and positions. Layers without factors have a diagonal
-metric (`seng.metrics.diagonal`).
+metric (`seng.metrics.kronecker`).
+
+The diagonal metric of layers without factors: P = diag(v)^p, v = E u² over per-sample gradients.
+
+p = 1/2 is Adam's root. P is normalised to mean 1; v below `FLOOR` of its mean counts as that.
+
+No curvature: directions are gradients, and nothing is captured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -28,17 +35,85 @@ from seng.layers.sites import Site
 from seng.linalg.implicit import Implicit
 from seng.linalg.operators import Operator, Shape
 from seng.metrics.curvature import Curvature
-from seng.metrics.diagonal import DiagonalState
-from seng.metrics.factor import Factor, Moment, noise, relative_floor, updated
+from seng.metrics.factor import (
+    FLOOR,
+    Factor,
+    Moment,
+    noise,
+    relative_floor,
+    updated,
+)
 from seng.metrics.metric import (
     TRUE,
     UNSAVED,
+    Dims,
     LayerRefresh,
     Metric,
+    Plan,
     PowerSolver,
     State,
+    plan,
 )
-from seng.metrics.plan import Dims, Plan, plan
+
+
+@dataclass(frozen=True)
+class DiagonalPower:
+    """P^e, one number per parameter."""
+
+    weights: Tensor  # (n,)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return z * self.weights
+
+    rows = __call__
+
+    def of(self, U: Operator, rank: int) -> Operator:
+        """P^e U."""
+        return U.weighted(self.weights)
+
+
+@dataclass(frozen=True)
+class DiagonalState(State):
+    """v, and how P is made from it."""
+
+    v: Tensor  # (n,)
+    power: float
+    relative: bool = True
+    graft: bool = False
+    finite: Tensor = field(
+        default=TRUE, metadata=UNSAVED
+    )  # whether the last captures were
+
+    form = "merged"
+    base = "diagonal"
+
+    def fits(self, shape: Shape) -> bool:
+        return self.v.numel() == math.prod(shape)
+
+    def to_power(self, exponent: float, damping: float = 0.0) -> DiagonalPower:
+        """P^exponent; entries of v below `damping` count as that."""
+        mean = self.v.mean()
+        least = relative_floor(damping, self.relative, mean).clamp(
+            FLOOR, self.v.numel()
+        )
+        unit = torch.where(mean > 0, mean, 1)
+        P = torch.maximum(self.v / unit, least) ** self.power
+        P = P / P.mean()
+        return DiagonalPower(P**exponent)
+
+    def at(self, damping: float) -> PowerSolver:
+        return PowerSolver(self.to_power(-1.0, damping), self.graft)
+
+    def fine(self) -> Tensor:
+        return self.finite
+
+    def spectrum(
+        self, damping: float | None
+    ) -> tuple[float, float, float | None]:
+        mean = float(self.v.mean()) if self.relative else 1.0
+        lam = None if damping is None else damping * mean
+        return float(self.v.max()), float(self.v.sum()), lam
+
 
 COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
 SAMPLES = 16  # and of at least so many samples
@@ -370,3 +445,23 @@ def inputs(U: Operator, team: Team, seed: int = 0) -> Moment:
     X = U.inputs(slice(seed % every, None, every))
     scale = U.kappa / max(1, X.shape[2])  # Σ over positions, mean over samples
     return Moment(X, team, scale / _pooled(team))
+
+
+NO_CURVATURE = "form='plain': no curvature"
+
+
+class Plain(Metric):
+    """The gradient itself."""
+
+    captures = False
+
+    def plan(
+        self,
+        dims: Sequence[Dims],
+        budget: int | None = None,
+        pooled: bool = False,
+    ) -> list[Plan]:
+        return [Plan(d, "plain", 0, NO_CURVATURE) for d in dims]
+
+    def init(self, layer: LayerRefresh, team: Team) -> State:
+        raise AssertionError("nothing is captured")

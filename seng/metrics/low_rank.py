@@ -41,10 +41,16 @@ from seng.linalg.operators import HALF, Merged, Operator, Shape, wide
 from seng.linalg.sketch import IDENTITY, Omega
 from seng.metrics.curvature import Curvature
 from seng.metrics.kronecker import Kronecker
-from seng.metrics.low_rank_state import LowRankState
-from seng.metrics.metric import Draw, LayerRefresh, Metric, State
-from seng.metrics.plan import Dims, Plan, plan
-from seng.metrics.woodbury import factorized
+from seng.metrics.metric import (
+    Dims,
+    Draw,
+    LayerRefresh,
+    Metric,
+    Plan,
+    State,
+    plan,
+)
+from seng.metrics.woodbury import LowRankState, factorized
 
 
 @dataclass

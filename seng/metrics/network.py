@@ -24,9 +24,8 @@ from seng.linalg.numerics import spectrum, start, top
 from seng.linalg.operators import Merged
 from seng.linalg.sketch import IDENTITY
 from seng.metrics.low_rank import LowRank
-from seng.metrics.low_rank_state import LowRankState
 from seng.metrics.metric import LayerRefresh, State
-from seng.metrics.woodbury import factorized
+from seng.metrics.woodbury import LowRankState, factorized
 
 
 class Network(LowRank):

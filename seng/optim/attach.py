@@ -13,9 +13,9 @@ from seng.checks import check_number
 from seng.metrics.choose import usual
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
-from seng.optim.build import DAMPING, REFRESH_EVERY, settings_of
 from seng.optim.engine import Engine
 from seng.optim.preconditioned import Preconditioned
+from seng.optim.settings import DAMPING, REFRESH_EVERY, settings_of
 
 
 class Attachment:

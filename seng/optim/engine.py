@@ -20,19 +20,26 @@ from torch import Tensor, nn
 from seng.distributed.sharded import check_placements
 from seng.distributed.strategies import strategy_of
 from seng.gpu.recorder import Recorder, settle
-from seng.layers.collector import Collector
 from seng.layers.kinds import ON_REQUEST
+from seng.layers.samples import Collector
 from seng.layers.sites import Site, survey
 from seng.linalg.memory import memory_budget
 from seng.linalg.operators import Operator
-from seng.metrics.plan import site_dims
+from seng.metrics.metric import site_dims
 from seng.notices import Notices, listed
-from seng.optim.gpu_plan import plan_of
 from seng.optim.refresh import captured_layers, in_use, install
 from seng.optim.settings import Clock, Settings, StepCache
-from seng.optim.step_plan import Dampings, Gradients, LayerSolve, StepPlan
-from seng.tell.diagnostics import Refresh, compare
-from seng.tell.record import LayerRecord, load_record, save_record
+from seng.optim.step_plan import (
+    Dampings,
+    Gradients,
+    LayerRecord,
+    LayerSolve,
+    Refresh,
+    StepPlan,
+    compare,
+    plan_of,
+)
+from seng.tell.state import load_record, save_record
 
 
 class Engine:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from seng.gpu.grouped import Hyper
 from seng.optim.gpu_plan import GpuPlan
 from seng.optim.step_plan import Gradients
-from seng.recipes.sgd import momentum_buffer
+from seng.recipes.recipe import momentum_buffer
 
 
 def readable(groups: list[dict[str, Any]]) -> bool:

@@ -15,36 +15,13 @@ from torch import Tensor, nn
 
 from seng.gpu.grouped import Grouped, Item, Piece, available, fits
 from seng.gpu.recorder import Graph, capturing, record, write
-from seng.layers.dtensors import is_sharded
 from seng.layers.kinds import ROWS
-from seng.metrics.metric import Metric
+from seng.layers.sites import is_sharded
 from seng.optim.step_plan import (
     Gradients,
     LayerSolve,
     StepPlan,
-    over_layers,
-    over_ranks,
 )
-
-
-def plan_of(
-    solves: Sequence[LayerSolve],
-    grads: Gradients,
-    metric: Metric,
-    updates: bool,
-    traced: bool,
-) -> StepPlan:
-    """How a step's layers are solved; `updates`: kernels update all parameters too."""
-    if not solves:
-        return StepPlan([])
-    if metric.together:
-        return StepPlan(solves, over_layers)
-    if any(solve.site.sharded for solve in solves):
-        return StepPlan(solves, over_ranks(solves))
-    devices = {solve.site.lead.device for solve in solves}
-    if traced or len(devices) > 1 or devices.pop().type != "cuda":
-        return StepPlan(solves)
-    return GpuPlan(solves, grads, updates)
 
 
 class GpuPlan(StepPlan):

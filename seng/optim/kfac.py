@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from seng.checks import check_number, check_period
-from seng.layers.dtensors import is_sharded
+from seng.layers.sites import is_sharded
 from seng.metrics.kronecker import Kronecker
 from seng.optim.preconditioned import Preconditioned
 from seng.optim.settings import Settings

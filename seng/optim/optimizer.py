@@ -13,8 +13,8 @@ from seng.distributed.team import team_of
 from seng.metrics.choose import usual
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
-from seng.optim.build import DAMPING, REFRESH_EVERY, settings_of
 from seng.optim.preconditioned import Preconditioned
+from seng.optim.settings import DAMPING, REFRESH_EVERY, settings_of
 
 
 class SENG(Preconditioned):

@@ -19,8 +19,7 @@ from seng.gpu.staging import read
 from seng.layers.samples import Look
 from seng.layers.sites import Site
 from seng.linalg.operators import Merged, Operator
-from seng.metrics.metric import LayerRefresh
-from seng.metrics.plan import Plan, site_dims
+from seng.metrics.metric import LayerRefresh, Plan, site_dims
 from seng.notices import not_captured, not_observed
 from seng.optim.step_plan import Dampings, Gradients
 

@@ -15,11 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seng.distributed.sharded import holders
 from seng.distributed.team import ALONE
+from seng.gpu.recorder import settle
+from seng.layers.samples import Timer
 from seng.layers.sites import Segment, Site
-from seng.metrics.metric import Solver
+from seng.metrics.metric import Metric, Plan, Solver, State
 from seng.metrics.woodbury import Pool, woodbury
+from seng.tell.diagnostics import describe
 
+NO_CURVATURE = "form='plain': no curvature"
 Gradients = Mapping[nn.Parameter, Tensor]
 Dampings = Mapping[nn.Parameter, float]
 
@@ -123,3 +128,125 @@ def over_ranks(solves: Sequence[LayerSolve]) -> Pool:
 def over_layers(cs: list[Tensor]) -> list[Tensor]:
     """Uᵀg of a whole network, the sum of its layers'."""
     return [torch.stack(cs).sum(0)] * len(cs)
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What one refresh of one layer leaves for the record."""
+
+    step: int
+    timer: Timer
+    compared: tuple[Tensor, Tensor]  # cos(g, d) and ‖d‖/‖g‖ at that step
+
+
+def compare(g: Tensor, d: Tensor, site: Site) -> tuple[Tensor, Tensor]:
+    """cos(g, d) and ‖d‖/‖g‖; 1 and 1 for a gradient of zeros."""
+    products = torch.stack([g @ g, d @ d, g @ d])
+    if site.sharded:  # each rank has a part
+        holders(site.lead).sum_([products], "comparing directions")
+    size, length = products[0].sqrt(), products[1].sqrt()
+    tiny = torch.finfo(g.dtype).tiny
+    zero = size == 0
+    cosine = products[2] / (size * length).clamp_min(tiny)
+    ratio = length / size.clamp_min(tiny)
+    return torch.where(zero, 1, cosine), torch.where(zero, 1, ratio)
+
+
+@dataclass
+class LayerRecord:
+    """One layer: its state and what that was built over, or why it has none."""
+
+    state: Any = None
+    active: tuple[Segment, ...] = ()  # what the state was built over
+    plan: Plan | None = None
+    refused: str | None = None  # why it takes the plain gradient by decision
+    owed: bool = False  # in use, and no curvature yet
+    refresh: Refresh | None = None  # the last one
+    checked: bool = (
+        False  # whether its samples were seen to add up to the gradient
+    )
+    dropped: int = 0  # refreshes that were not finite
+    failed: int = 0  # solves that fell back to the plain gradient
+    counted: int = 0  # of those, what the present state has counted
+    solver: Any = None
+    solved: Any = None  # the state and the damping that the solver is for
+    other: bool = False  # whether what was loaded is of another kind
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what the layer does."""
+        return self.state is not None or self.refused is not None or self.owed
+
+    def install(
+        self, state: State, active: tuple[Segment, ...], on_gpu: bool
+    ) -> None:
+        """A new state; on a GPU at the old one's place, where recordings read."""
+        old = self.state
+        if on_gpu and self.active == active:
+            self.state = None  # interrupted, it leaves nothing half-written
+            state = settle(old, state)
+        if state is not old:  # a solver of before has tensors of its own
+            self.solver = None
+        self.state, self.active = state, active
+        self.counted, self.owed, self.refused = 0, False, None
+        self.solved = None
+
+    def refuse(self, why: str) -> None:
+        """It takes the plain gradient from now on."""
+        self.state, self.refused, self.owed = None, why, False
+
+    def previous(
+        self, active: tuple[Segment, ...], dtype: torch.dtype
+    ) -> State | None:
+        """The state of before, if it is one of the same parameters and precision."""
+        if self.state is None or self.active != active:
+            return None
+        known: State = self.state
+        return known if known.dtype in (dtype, None) else None
+
+    def restore(self, old: LayerRecord | None) -> None:
+        """What a checkpoint leaves out, after the layers were surveyed anew."""
+        if old is None or self.state is None:
+            return
+        self.plan, self.refresh, self.dropped = (
+            old.plan,
+            old.refresh,
+            old.dropped,
+        )
+        self.state, self.solver, self.solved = (
+            old.state,
+            old.solver,
+            old.solved,
+        )
+        self.failed, self.counted = old.failed, old.counted
+
+    def describe(self, captures: bool) -> dict[str, Any]:
+        """For `diagnostics()`."""
+        damping = None if self.solved is None else self.solved[1]
+        planned = None if self.plan is None else self.plan.why
+        why = self.refused or (planned if captures else NO_CURVATURE)
+        failed = self.failed - self.counted
+        found = describe(self.state, damping, self.refresh, failed)
+        return found | {"refreshes_dropped": self.dropped, "why": why}
+
+
+def plan_of(
+    solves: Sequence[LayerSolve],
+    grads: Gradients,
+    metric: Metric,
+    updates: bool,
+    traced: bool,
+) -> StepPlan:
+    """How a step's layers are solved; `updates`: kernels update all parameters too."""
+    if not solves:
+        return StepPlan([])
+    if metric.together:
+        return StepPlan(solves, over_layers)
+    if any(solve.site.sharded for solve in solves):
+        return StepPlan(solves, over_ranks(solves))
+    devices = {solve.site.lead.device for solve in solves}
+    if traced or len(devices) > 1 or devices.pop().type != "cuda":
+        return StepPlan(solves)
+    from seng.optim.gpu_plan import GpuPlan
+
+    return GpuPlan(solves, grads, updates)

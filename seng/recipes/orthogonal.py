@@ -49,8 +49,7 @@ from seng.recipes.polar import (
     stacks_of,
     subtract,
 )
-from seng.recipes.recipe import Recipe
-from seng.recipes.sgd import SGD, momentum_buffer
+from seng.recipes.recipe import SGD, Recipe, momentum_buffer
 
 ELEMENT = 5 * RMS  # of a number that has no matrix: as AdamW beside Muon
 # Of r², as in SOAP: Adam's 0.999 is slow for runs of a few thousand steps. At least the momentum's.

@@ -6,40 +6,11 @@ opt.register_step_post_hook(seng.TensorBoard(writer))      # one line, and every
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from seng.distributed.sharded import holders
-from seng.layers.sites import Site
-from seng.layers.timer import Timer
 from seng.metrics.metric import State
-
-
-@dataclass(frozen=True)
-class Refresh:
-    """What one refresh of one layer leaves for the record."""
-
-    step: int
-    timer: Timer
-    compared: tuple[Tensor, Tensor]  # cos(g, d) and ‖d‖/‖g‖ at that step
-
-
-def compare(g: Tensor, d: Tensor, site: Site) -> tuple[Tensor, Tensor]:
-    """cos(g, d) and ‖d‖/‖g‖; 1 and 1 for a gradient of zeros."""
-    products = torch.stack([g @ g, d @ d, g @ d])
-    if site.sharded:  # each rank has a part
-        holders(site.lead).sum_([products], "comparing directions")
-    size, length = products[0].sqrt(), products[1].sqrt()
-    tiny = torch.finfo(g.dtype).tiny
-    zero = size == 0
-    cosine = products[2] / (size * length).clamp_min(tiny)
-    ratio = length / size.clamp_min(tiny)
-    return torch.where(zero, 1, cosine), torch.where(zero, 1, ratio)
-
 
 KEYS = (
     *("form", "base", "columns", "bytes", "refreshed_at", "refresh_seconds"),
@@ -51,7 +22,7 @@ KEYS = (
 def describe(
     state: State | None,
     damping: float | None,
-    last: Refresh | None,
+    last: Any,
     failed: int,
 ) -> dict[str, Any]:
     """One layer's numbers.

@@ -15,8 +15,7 @@ from seng.layers.sites import Member, Site, differs, survey
 from seng.linalg.memory import memory_budget, size_of
 from seng.metrics.choose import metric_of, usual
 from seng.metrics.curvature import Curvature
-from seng.metrics.metric import Metric
-from seng.metrics.plan import Dims, Plan, site_dims
+from seng.metrics.metric import Dims, Metric, Plan, site_dims
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seng.layers.sites import Segment, Site
-from seng.metrics.plan import Plan
+from seng.metrics.metric import Plan
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from seng.distributed.sharded import from_parts, parts_of, spread_basis
+from seng.layers.sites import Segment, Site, whole
 from seng.linalg.implicit import Implicit, Independent
 from seng.linalg.lookup import Lookup
 from seng.linalg.operators import HALF, Explicit, Merged
@@ -27,7 +29,7 @@ from seng.linalg.sketch import (
     RowSample,
 )
 from seng.metrics.factor import Factor
-from seng.metrics.metric import STATES
+from seng.metrics.metric import STATES, Metric
 
 TYPES: dict[str, type] = {
     t.__name__: t
@@ -36,6 +38,7 @@ TYPES: dict[str, type] = {
         *(Buckets, Dense, Identity, KroneckerSample, RowSample, Factor),
     )
 }
+PARTS = "parts"
 IS = "is"  # in every nested value, so that one without fields is there too
 
 
@@ -178,3 +181,77 @@ def _forget(state: dict[Any, Any]) -> None:
             del state[key]
         elif isinstance(value, dict):
             _forget(value)
+
+
+def save_record(record: Any, site: Site) -> dict[str, Any]:
+    """A layer's part of a checkpoint."""
+    entry: dict[str, Any] = {
+        "owed": torch.tensor(record.owed, device="cpu"),
+        "refused": torch.tensor(record.refused is not None, device="cpu"),
+    }
+    if record.state is None:
+        return entry
+    device = site.lead.device
+    active = [s in record.active for s in site.segments]
+    entry["active"] = torch.tensor(active, device=device)
+    state = record.state
+    if site.sharded:
+        params = [s.param for s in record.active]
+        parts = parts_of(state.U, params)
+        entry[PARTS] = {str(i): part for i, part in enumerate(parts)}
+        state = replace(state, U=Merged.of(state.U.Y[:0, :0], (1, 1, 0)))
+    return entry | pack("state", state, device)
+
+
+def load_record(
+    record: Any, site: Site, entry: Mapping[str, Any], metric: Metric
+) -> None:
+    """Restore it; a state that does not fit starts afresh at the next refresh."""
+    record.owed = bool(entry.get("owed", False))
+    if entry.get("refused", False):
+        record.refused = "as before the checkpoint"
+    on = entry["active"].tolist() if "active" in entry else []
+    active = tuple(
+        s for s, used in zip(site.segments, on, strict=False) if used
+    )
+    if not active or len(on) != len(site.segments):
+        return
+    state = unpack("state", entry, site.lead.device, site.dtype)
+    if state is None:  # of a type that this process does not know
+        record.other = True
+        return
+    state = _placed(state, site, active, entry.get(PARTS))
+    shape = site.shape(active)
+    if state is None or not state.fits(shape):
+        return
+    state = metric.accepts(state, shape)
+    if state is None:
+        record.other = True
+    else:
+        record.state, record.active = state, active
+
+
+def _placed(
+    state: Any, site: Site, active: tuple[Segment, ...], parts: Any
+) -> Any | None:
+    """The state with U whole or spread as the parameters are now."""
+    params = [s.param for s in active]
+    if parts is None:
+        if site.sharded and state.columns:
+            U = spread_basis(site, active, state.U.explicit().U.T)
+            return replace(state, U=U)
+        return state
+    bases = [parts[str(i)] for i in range(len(parts))]
+    if [part.shape[:-1] for part in bases] != [p.shape for p in params]:
+        return None
+    if site.sharded:
+        return replace(state, U=from_parts(bases, params, site.dtype))
+    device = site.lead.device
+    columns = zip(
+        *(whole(part).to(device).unbind(-1) for part in bases), strict=True
+    )
+    rows = []
+    for one in columns:
+        tensors = dict(zip(params, one, strict=True))
+        rows.append(site.gather(active, tensors, site.dtype))
+    return replace(state, U=Merged.of(torch.stack(rows), site.shape(active)))

@@ -30,7 +30,7 @@ from seng.lab.theory.sketched import norm
 from seng.lab.theory.trained import Layer
 from seng.linalg.operators import Explicit, Operator
 from seng.linalg.sketch import Dense, Identity, Omega
-from seng.metrics.low_rank_state import LowRankState
+from seng.metrics.woodbury import LowRankState
 
 
 @dataclass(frozen=True)

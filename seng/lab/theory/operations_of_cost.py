@@ -19,8 +19,7 @@ from seng.linalg.implicit import Implicit, Independent
 from seng.linalg.numerics import inverse, reduced
 from seng.linalg.operators import Explicit, Merged, Operator
 from seng.linalg.sketch import Identity, KroneckerRows, Omega, Rows
-from seng.metrics.low_rank_state import LowRankState
-from seng.metrics.woodbury import LowRankSolver, factorized
+from seng.metrics.woodbury import LowRankSolver, LowRankState, factorized
 
 Sizes = dict[str, int]  # by the paper's symbol
 Ready = tuple[

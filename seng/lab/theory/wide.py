@@ -19,7 +19,7 @@ from torch import Tensor
 from seng.linalg.implicit import Implicit
 from seng.linalg.numerics import top
 from seng.linalg.sketch import Identity, Sketch
-from seng.metrics.low_rank_state import LowRankState
+from seng.metrics.woodbury import LowRankState
 
 SAMPLES, INPUTS = 40, 10  # N and m_0
 DAMPING = 1e-7  # vanishes beside the kernel's smallest eigenvalue, about 0.08
