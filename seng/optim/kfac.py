@@ -9,6 +9,8 @@ length:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
@@ -73,7 +75,7 @@ class KFAC(Preconditioned):
             Settings(metric, refresh_every, relative=False, name="KFAC")
         )
 
-    def _build(self, settings: Settings) -> None:
+    def _build(self, settings: Settings, curvature: Any = None) -> None:
         if (
             dist.is_available()
             and dist.is_initialized()
@@ -88,4 +90,4 @@ class KFAC(Preconditioned):
                 "KFAC works on whole parameters, and these are DTensors, spread over a "
                 "device mesh (FSDP2)"
             )
-        super()._build(settings)
+        super()._build(settings, curvature)

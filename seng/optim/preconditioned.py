@@ -5,9 +5,8 @@ step: gradients → refresh, if due → directions → the recipe's update, grou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,62 +14,68 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from seng.checks import check_group, check_number
 from seng.notices import warn
-from seng.optim.engine import Engine
+from seng.optim.engine import Engine, Saved
 from seng.optim.fused import Fusion
 from seng.optim.settings import Settings
-from seng.optim.step_plan import StepPlan
+from seng.optim.step_plan import Dampings, Directions, StepPlan
 from seng.recipes.orthogonal import Polar
 from seng.recipes.recipe import RECIPES, Recipe
 from seng.tell.state import nested
 
-Directions = dict[nn.Parameter, Tensor]
+Group = dict[str, Any]
 
 
 class Preconditioned(Optimizer):
     """An optimizer with curvature: `engine` is None where no module was given."""
 
-    engine: Engine | None
+    engine: Engine | None = None
     recipe: Recipe
 
     def __init__(
         self,
         params: nn.Module | ParamsT,
         module: nn.Module | None,
-        defaults: dict[str, Any],
+        defaults: Group,
     ) -> None:
         if isinstance(params, nn.Module):
-            if module is not None and module is not params:
+            if module not in (None, params):
                 raise ValueError(
-                    "the first argument is a module and module=… is another: give one "
-                    "of them"
+                    "the first argument is a module and module=… is another: give one of them"
                 )
             module, params = params, list(params.parameters())
         check_group(defaults, type(self).__name__)
-        self.engine = None
-        self.fusion = Fusion()
-        self._dampings_kept: Any = None
+        self._forget()
         super().__init__(params, defaults)
         self.module = module
 
-    def _build(self, settings: Settings) -> None:
-        """The engine, once the groups are there."""
-        self.settings = settings
-        name = type(self).__name__
+    def _forget(self) -> None:
+        """Nothing is known from an earlier step."""
+        self.fusion = Fusion()
+        self._dampings_kept: Any = None
+
+    def _build(self, settings: Settings, curvature: Any = None) -> None:
+        """The engine, once the groups are there; of a copy with its `curvature`."""
+        self.settings, self.engine = settings, None
         if self.module is not None:
             self.engine = Engine(self.module, self._params(), settings)
-        elif settings.strict:
-            raise ValueError(
-                "strict=True: no module was given, so every parameter would take the "
-                "plain gradient"
-            )
-        else:
-            self._check_orthogonal()
-            warn(
-                "no module was given, so every parameter takes the plain gradient and "
-                f"this is SGD; write {name}(model, …), or module=model beside your "
-                "parameters"
-            )
         self._set_recipes()
+        if curvature is not None:
+            self._load_curvature(curvature)
+        elif self.engine is None:
+            self._warn()
+
+    def _warn(self) -> None:
+        """Say that without a module there is no curvature."""
+        name = type(self).__name__
+        plain = (
+            "no module was given, so every parameter takes the plain gradient"
+        )
+        if self.settings.strict:
+            raise ValueError(f"strict=True: {plain}")
+        warn(
+            f"{plain} and this is SGD; write {name}(model, …), or module=model beside your "
+            "parameters"
+        )
 
     def _set_recipes(self) -> None:
         sites = [] if self.engine is None else self.engine.sites
@@ -90,33 +95,25 @@ class Preconditioned(Optimizer):
     @property
     def fuses(self) -> bool:
         """Whether a GPU may do directions and update at once."""
-        engine = self.engine
-        averages = engine is not None and engine.strategy.team.averages
+        averages = self.engine is not None and self.engine.strategy.averages
         return self.recipe.fuses and not averages and not self.orthogonal
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """As torch's; layers that were not trained before are covered from now on."""
         check_group({**self.defaults, **param_group}, type(self).__name__)
         super().add_param_group(param_group)
         if not hasattr(self, "settings"):  # while it is built
             return
         try:
-            self._cover()
+            if self.engine is not None:
+                self.engine.cover(self._params())
+            self._set_recipes()
         except ValueError:
             self.param_groups.pop()
             raise
 
-    def _cover(self) -> None:
-        if self.engine is not None:
-            self.engine.cover(self._params())
-        self._set_recipes()
-
-    @overload
-    def step(self, closure: None = ...) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         """One optimizer step; with a closure, its backward is the one that counts."""
         loss = None
         if closure is not None:
@@ -154,35 +151,26 @@ class Preconditioned(Optimizer):
         return True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _ready(
-        self, traced: bool
-    ) -> tuple[Directions, dict[nn.Parameter, float], StepPlan]:
+    def _ready(self, traced: bool) -> tuple[Directions, Dampings, StepPlan]:
         """Gradients and dampings, checked, and what to solve with: left to Python."""
-        grads: Directions = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    grads[p] = p.grad
-                    if p.grad.is_sparse:
-                        raise RuntimeError(
-                            f"{type(self).__name__} does not support sparse gradients; "
-                            "use sparse=False in the embedding"
-                        )
+        grads = {p: p.grad for p in self._params() if p.grad is not None}
+        if any(g.is_sparse for g in grads.values()):
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients; "
+                "use sparse=False in the embedding"
+            )
         dampings = self._dampings()
         if self.engine is None:
             return grads, dampings, StepPlan([])
-        for p in (
-            self.engine.trained
-        ):  # torch.distributed.checkpoint looks for the name
-            self.state[p].setdefault("seng", {})
+        for p in self.engine.trained:
+            self.state[p].setdefault(
+                "seng", {}
+            )  # torch's checkpoints look for the name
         updates = self.on_gpu and self.fuses
-        return (
-            grads,
-            dampings,
-            self.engine.ready(grads, dampings, updates, traced),
-        )
+        plan = self.engine.ready(grads, dampings, updates, traced)
+        return grads, dampings, plan
 
-    def _dampings(self) -> dict[nn.Parameter, float]:
+    def _dampings(self) -> Dampings:
         """Each parameter's damping; the same object until one changes."""
         key = []
         for group in self.param_groups:
@@ -197,14 +185,11 @@ class Preconditioned(Optimizer):
                     group["params"], float(group["damping"])
                 )
             self._dampings_kept = key, values
-        found: dict[nn.Parameter, float] = self._dampings_kept[1]
+        found: Dampings = self._dampings_kept[1]
         return found
 
     def _directions(
-        self,
-        grads: Directions,
-        dampings: dict[nn.Parameter, float],
-        plan: StepPlan,
+        self, grads: Directions, dampings: Dampings, plan: StepPlan
     ) -> Directions:
         if self.engine is None:
             return grads
@@ -214,7 +199,7 @@ class Preconditioned(Optimizer):
                 return rest
         return self.engine.directions(plan, grads, dampings)
 
-    def _update(self, group: dict[str, Any], directions: Directions) -> None:
+    def _update(self, group: Group, directions: Directions) -> None:
         params = [p for p in group["params"] if p in directions]
         recipe = self.recipe
         directions = recipe.scaled(group, params, directions)
@@ -226,26 +211,18 @@ class Preconditioned(Optimizer):
     def _check_orthogonal(self) -> None:
         """The polar step is about the layers' whole matrices."""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Group:
         """For deepcopy and pickle: a copy is covered as the original is."""
-        curvature = None if self.engine is None else self.engine.state()
+        curvature = {} if self.engine is None else self.engine.state()
         ours = {"module": self.module, "settings": self.settings}
         return {**super().__getstate__(), **ours, "_curvature": curvature}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Group) -> None:
         curvature = state.pop("_curvature", None)
         super().__setstate__(state)
-        self._dampings_kept = None
-        self.fusion = Fusion()
-        if (
-            "settings" not in state
-        ):  # torch's load_state_dict comes by here too
-            return
-        self.engine = None
-        if self.module is not None:
-            self.engine = Engine(self.module, self._params(), self.settings)
-            self.engine.load_state(curvature or {})
-        self._set_recipes()
+        self._forget()
+        if "settings" in state:  # torch's load_state_dict comes by here too
+            self._build(self.settings, curvature)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what was captured along with the gradients goes with them."""
@@ -282,12 +259,12 @@ class Preconditioned(Optimizer):
         if self.engine is None:
             name = type(self).__name__
             raise RuntimeError(
-                f"this {name} was built without a module, so it has no curvature: write "
-                f"{name}(model, …)"
+                f"this {name} was built without a module, so it has no curvature: "
+                f"write {name}(model, …)"
             )
         return self.engine
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Group:
         """As torch's, with each layer's curvature, step count and seed beside it."""
         # First, so that the user's hooks see all of it.
         handle = self.register_state_dict_post_hook(
@@ -298,23 +275,19 @@ class Preconditioned(Optimizer):
         finally:
             handle.remove()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Group) -> None:
         """As torch's; of a checkpoint of SGD the curvature is built at the next step."""
-        curvature: dict[nn.Parameter, dict[str, Any]] = {}
-
-        def take_out(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            return self._without_curvature(given, curvature)
-
-        def load(_: Optimizer) -> None:
-            self._load_curvature(curvature)
-
-        self._dampings_kept = None
-        self.fusion.forget()
+        curvature: Saved = {}
+        self._forget()
         # After the user's hooks have changed the checkpoint, and before they look at what was
         # loaded.
         handles = [
-            self.register_load_state_dict_pre_hook(take_out),
-            self.register_load_state_dict_post_hook(load, prepend=True),
+            self.register_load_state_dict_pre_hook(
+                lambda _, given: self._without_curvature(given, curvature)
+            ),
+            self.register_load_state_dict_post_hook(
+                lambda _: self._load_curvature(curvature), prepend=True
+            ),
         ]
         try:
             super().load_state_dict(state_dict)
@@ -323,15 +296,10 @@ class Preconditioned(Optimizer):
             for handle in handles:
                 handle.remove()
 
-    def _without_curvature(
-        self,
-        given: dict[str, Any],
-        curvature: dict[nn.Parameter, dict[str, Any]],
-    ) -> dict[str, Any]:
+    def _without_curvature(self, given: Group, curvature: Saved) -> Group:
         """The checkpoint as SGD has it; what is ours goes into `curvature`."""
-        keys = [
-            key for group in given["param_groups"] for key in group["params"]
-        ]
+        groups = given["param_groups"]
+        keys = [key for group in groups for key in group["params"]]
         rest = dict(given["state"])
         for key, p in zip(keys, self._params(), strict=False):
             entry = rest.get(key, {})
@@ -341,44 +309,39 @@ class Preconditioned(Optimizer):
             if ours:
                 rest[key] = {k: v for k, v in entry.items() if k not in ours}
                 curvature[p] = nested(ours)["seng"]
-        groups = [
-            {**self.defaults, **group} for group in given["param_groups"]
-        ]
+        groups = [{**self.defaults, **group} for group in groups]
         return {**given, "state": rest, "param_groups": groups}
 
-    def _load_curvature(
-        self, curvature: dict[nn.Parameter, dict[str, Any]]
-    ) -> None:
-        engine = self.engine
-        if engine is None:
+    def _load_curvature(self, curvature: Saved) -> None:
+        if self.engine is None:
             return
-        engine.load_state(curvature)
-        if not engine.settings.metric.captures:
-            return
-        others = sum(record.other for record in engine.records)
-        entries = list(curvature.values())
+        self.engine.load_state(curvature)
+        others = sum(record.other for record in self.engine.records)
+        entries = curvature.values()
         stepped = any(int(entry.get("step", 0)) for entry in entries)
         if others:
             warn(
-                f"the loaded curvature of {others} layers is of another kind than this "
-                "optimizer keeps: the next step refreshes it. To go on with low rank, "
-                "once SENG's default: curvature=seng.Curvature()"
+                f"the loaded curvature of {others} layers is of another kind than this optimizer "
+                "keeps: the next step refreshes it. "
+                "To go on with low rank, once SENG's default: curvature=seng.Curvature()"
             )
-        elif stepped and not any("active" in entry for entry in entries):
+        elif (
+            stepped
+            and self.engine.metric.captures
+            and not any("active" in entry for entry in entries)
+        ):
             warn(
                 "the loaded state has no curvature: the next step refreshes it. "
-                "torch.distributed.checkpoint loads only what is there already: call "
-                "seng.expect_curvature before dcp.load"
+                "torch.distributed.checkpoint loads only what is there already: "
+                "call seng.expect_curvature before dcp.load"
             )
 
 
-def _with_curvature(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    engine = getattr(optimizer, "engine", None)
-    if engine is None:
+def _with_curvature(optimizer: Any, state_dict: Group) -> None:
+    if optimizer.engine is None:
         return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    index = {p: i for i, p in enumerate(params)}
     state = state_dict["state"] = dict(state_dict["state"])
-    for p, entry in engine.state().items():
-        if p in index:  # not so where a group was taken out by hand
-            state[index[p]] = {**state.get(index[p], {}), "seng": entry}
+    saved = optimizer.engine.state()
+    for i, p in enumerate(optimizer._params()):
+        if p in saved:
+            state[i] = {**state.get(i, {}), "seng": saved[p]}

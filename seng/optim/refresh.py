@@ -15,7 +15,6 @@ from seng.distributed.pool import empty
 from seng.distributed.sharded import in_use as in_use_anywhere
 from seng.distributed.sharded import spread_basis
 from seng.distributed.strategies import Census, Covered
-from seng.gpu.staging import read
 from seng.layers.samples import Look
 from seng.layers.sites import Site
 from seng.linalg.operators import Merged, Operator
@@ -32,11 +31,36 @@ HALF_FROM = 5e-3  # the smallest relative damping at which bases are kept in hal
 def captured_layers(
     engine: Engine, grads: Gradients, seen: Census, dampings: Dampings
 ) -> dict[int, LayerRefresh]:
-    """One request per captured layer, from the captures of this rank."""
+    """Plan each captured layer and prepare its refresh from this rank's samples."""
     found = _captured(engine, grads, seen)
-    layers = _layers(engine, found, seen, dampings)
-    for i, layer in layers.items():
-        _check_sum(engine, i, layer, grads)
+    if engine.strategy.averages:
+        _know(engine, found, seen)
+    samples, metric = engine.collector.samples, engine.metric
+    pools = engine.strategy.team.pools
+    half = seen.half and engine.on_gpu
+    looks = {i: samples.look(i) for i in found}
+    if not pools:
+        found = [i for i in found if looks[i].count]
+    dims = []
+    for i in found:
+        kappa, count = looks[i].kappa, samples.columns
+        if pools:
+            kappa, count = seen.sites[i].kappa, seen.sites[i].samples
+        dims.append(site_dims(engine.sites[i], kappa, count, half))
+    unit = samples.unit(engine.collector.scale)
+    layers = {}
+    plans = metric.plan(dims, engine.budget, pools)
+    for i, plan in zip(found, plans, strict=True):
+        engine.records[i].plan = plan
+        if plan.form == "plain":
+            engine.take_plain(i, plan.why)
+        elif seen.sites[i].samples:
+            remark = None if pools else metric.remark(plan)
+            if remark is not None:
+                engine.notices.remark(remark)
+            layer = _layer(engine, i, plan, seen, looks[i], dampings, unit)
+            _check_sum(engine, i, layer, grads)
+            layers[i] = layer
     return layers
 
 
@@ -44,9 +68,8 @@ def _captured(engine: Engine, grads: Gradients, seen: Census) -> list[int]:
     """The layers that some rank has captured; a layer that was missed is refused."""
     found = []
     excused = engine.collector.own or engine.clock.loaded
-    for i, (site, of_site) in enumerate(
-        zip(engine.sites, seen.sites, strict=True)
-    ):
+    for i, of_site in enumerate(seen.sites):
+        site = engine.sites[i]
         if of_site.mismatch is not None:
             engine.take_plain(i, of_site.mismatch)
         elif of_site.captured:
@@ -58,90 +81,49 @@ def _captured(engine: Engine, grads: Gradients, seen: Census) -> list[int]:
     return found
 
 
-def _layers(
-    engine: Engine, found: Sequence[int], seen: Census, dampings: Dampings
-) -> dict[int, LayerRefresh]:
-    """Plan each captured layer and prepare its refresh from this rank's samples."""
-    samples, metric = engine.collector.samples, engine.settings.metric
-    pools = engine.strategy.team.pools
-    half = seen.half and engine.sites[0].lead.is_cuda
-    if engine.strategy.averages:
-        _know(engine, found, seen)
-    looks = {i: samples.look(i) for i in found}
-    if not pools:
-        found = [i for i in found if looks[i].count]
-    dims = []
-    columns = samples.columns
-    for i in found:
-        if pools:
-            counted = seen.sites[i].kappa, seen.sites[i].samples
-        else:
-            counted = looks[i].kappa, columns
-        dims.append(site_dims(engine.sites[i], *counted, half))
-    out = {}
-    unit = samples.unit(engine.collector.scale)
-    for i, chosen in zip(
-        found, metric.plan(dims, engine.budget, pools), strict=True
-    ):
-        engine.records[i].plan = chosen
-        if chosen.form == "plain":
-            engine.take_plain(i, chosen.why)
-        elif seen.sites[i].samples:
-            remark = None if pools else metric.remark(chosen)
-            if remark is not None:
-                engine.notices.remark(remark)
-            out[i] = _layer(engine, i, chosen, seen, looks[i], dampings, unit)
-    return out
-
-
 def _know(engine: Engine, found: Sequence[int], seen: Census) -> None:
     """Tell the strategy which layers some rank has curvature of."""
-    covered, metric = {}, engine.settings.metric
+    covered = {}
     for i in found:
         site, of_site = engine.sites[i], seen.sites[i]
         dims = site_dims(site, of_site.kappa, max(of_site.counts))
-        (chosen,) = metric.plan([dims])
-        covered[i] = Covered(site, site.active(), metric.sides(chosen))
+        (plan,) = engine.metric.plan([dims])
+        covered[i] = Covered(site, site.active(), engine.metric.sides(plan))
     engine.strategy.know(covered)
 
 
 def _layer(
     engine: Engine,
     i: int,
-    chosen: Plan,
+    plan: Plan,
     seen: Census,
     look: Look,
     dampings: Dampings,
     unit: float,
 ) -> LayerRefresh:
-    site, record, samples = (
-        engine.sites[i],
-        engine.records[i],
-        engine.collector.samples,
-    )
+    site, samples = engine.sites[i], engine.collector.samples
     active = samples.active.setdefault(i, site.active())
-    shape = site.shape(active)
     if look.captured:
         U = samples.take(i, unit)
     else:
-        U = empty(shape, site.dtype, site.lead.device)
+        U = empty(site.shape(active), site.dtype, site.lead.device)
     damping = site.damping(dampings)
     # Rounding a basis changes d by about 1e-4 of λ_max/λ.
     harmless = not engine.settings.relative or damping >= HALF_FROM
     half = seen.half and site.lead.is_cuda and site.dtype == torch.float32
     return LayerRefresh(
-        plan=chosen,
+        plan=plan,
         U=U,
         samples=samples.columns,
         positions=look.positions,
         counts=seen.sites[i].counts,
-        previous=record.previous(active, site.dtype),
+        previous=engine.records[i].previous(active),
         damping=damping,
         precision=torch.bfloat16 if seen.half else site.dtype,
         half=half and harmless and engine.settings.half,
         generator=partial(engine.generator, i),
         timer=samples.timer(i),
-        basis=partial(_basis, site, active, shape),
+        basis=partial(_basis, site, active),
     )
 
 
@@ -150,15 +132,14 @@ def _check_sum(
 ) -> None:
     """Whether the samples add up to the gradient; if not, U tells only a part."""
     record, site, U = engine.records[i], engine.sites[i], layer.U
-    team = engine.strategy.team
-    limited = engine.settings.samples is not None
-    partial = limited or team.many or team.pools
-    observed = engine.collector.own or engine.collector.observer is not None
+    team, collector = engine.strategy.team, engine.collector
+    some = engine.settings.samples is not None or team.many or team.pools
+    observed = collector.own or collector.observer is not None
     reduced = U.form == "implicit" and U.kappa < layer.plan.dims.kappa
-    if record.checked or partial or observed or reduced or not U.samples:
+    if record.checked or some or observed or reduced or not U.samples:
         return
     record.checked = True
-    g = site.gather(engine.collector.samples.active[i], grads, site.dtype)
+    g = site.gather(collector.samples.active[i], grads, site.dtype)
     total = U.mv(torch.ones(U.samples, dtype=U.dtype, device=g.device))
     size = total.norm() * g.norm()
     cosine = float(total @ g / size) if size > 0 else 1.0
@@ -169,25 +150,27 @@ def _check_sum(
 def install(engine: Engine, states: Mapping[int, Any]) -> list[int]:
     """Keep the states that are finite; the last good ones stay otherwise."""
     known = [r for r in engine.records if r.state is not None]
-    before = [r for r in known if isinstance(r.state.failures, Tensor)]
-    looks = [state.fine()[None] for state in states.values()]
-    looks += [r.state.failures[None] for r in before]
-    seen = read(looks) if engine.on_gpu else [t.tolist() for t in looks]
-    for record, (failed,) in zip(before, seen[len(states) :], strict=True):
+    looks = [state.fine() for state in states.values()]
+    looks += [torch.as_tensor(r.state.failures) for r in known]
+    if not looks:
+        return []
+    # The one look at the device that a refresh takes.
+    seen = torch.stack([t.to(engine.device).long() for t in looks]).tolist()
+    for record, failed in zip(known, seen[len(states) :], strict=True):
         record.failed += failed - record.counted
         record.counted = failed
     refreshed = []
-    for (i, state), (fine,) in zip(states.items(), seen, strict=False):
-        record, name = engine.records[i], engine.sites[i].name
+    for (i, state), fine in zip(states.items(), seen, strict=False):
+        record = engine.records[i]
         if record.failed:
-            engine.notices.failed(name, record.failed)
-        if not fine:
+            engine.notices.failed(record.site.name, record.failed)
+        if fine:
+            active = engine.collector.samples.active[i]
+            record.install(state, active, engine.on_gpu)
+            refreshed.append(i)
+        else:
             record.dropped += 1
-            engine.notices.dropped(name)
-            continue
-        active = engine.collector.samples.active[i]
-        record.install(state, active, engine.on_gpu)
-        refreshed.append(i)
+            engine.notices.dropped(record.site.name)
     return refreshed
 
 
@@ -196,9 +179,9 @@ def in_use(site: Site, grads: Gradients) -> bool:
     return in_use_anywhere(site, grads) if site.sharded else site.in_use(grads)
 
 
-def _basis(site: Site, active: Any, shape: Any, Y: Tensor) -> Operator:
+def _basis(site: Site, active: Any, Y: Tensor) -> Operator:
     """U = Yᵀ (k, n), spread over ranks as the parameters are."""
     Y = Y.to(site.dtype)
-    return (
-        spread_basis(site, active, Y) if site.sharded else Merged.of(Y, shape)
-    )
+    if site.sharded:
+        return spread_basis(site, active, Y)
+    return Merged.of(Y, site.shape(active))

@@ -3,7 +3,8 @@
     d = solver(g) for every layer, d = g for all other parameters
 
 Layers that share Uᵀg, over ranks or over the network, are solved together (`pool`). On a GPU
-`seng.optim.gpu_plan` runs the same solvers with few launches.
+`seng.optim.gpu_plan` runs the same solvers with few launches. A `LayerRecord` holds what is known
+of a layer from refresh to refresh.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from seng.distributed.sharded import holders
 from seng.distributed.team import ALONE
 from seng.gpu.recorder import settle
 from seng.layers.samples import Timer
-from seng.layers.sites import Segment, Site
-from seng.metrics.metric import Metric, Plan, Solver, State
+from seng.layers.sites import Segments, Site
+from seng.metrics.metric import Metric, Plan, State
 from seng.metrics.woodbury import Pool, woodbury
 from seng.tell.diagnostics import describe
 
 NO_CURVATURE = "form='plain': no curvature"
 Gradients = Mapping[nn.Parameter, Tensor]
 Dampings = Mapping[nn.Parameter, float]
+Directions = dict[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class LayerSolve:
 
     index: int
     site: Site
-    active: tuple[Segment, ...]  # what its state was built over
-    solver: Solver
+    active: Segments  # what its state was built over
+    solver: Any  # g (n,) -> d (n,)
     dtype: torch.dtype  # of the solver, whatever the parameters have become
 
     @property
@@ -47,9 +49,7 @@ class LayerSolve:
         """g (n,)."""
         return self.site.gather(self.active, grads, self.dtype)
 
-    def scatter(
-        self, d: Tensor, grads: Gradients, out: dict[Any, Tensor]
-    ) -> None:
+    def scatter(self, d: Tensor, grads: Gradients, out: Directions) -> None:
         """d (n,) into `out`, for the parameters that have a gradient."""
         for p, part in self.site.scatter(self.active, d).items():
             if p in grads:
@@ -64,62 +64,48 @@ class StepPlan:
     ) -> None:
         self.solves, self.pool = list(solves), pool
 
-    def solver(self, index: int) -> Solver | None:
-        """That of a layer."""
-        found = [s.solver for s in self.solves if s.index == index]
-        return found[0] if found else None
+    def solver(self, index: int) -> Any:
+        """The solver of a layer, if it has one."""
+        return next((s.solver for s in self.solves if s.index == index), None)
 
     def holds(self, solves: Sequence[LayerSolve], grads: Gradients) -> bool:
         """Whether it serves these too: the same solvers, rewritten in place."""
         return False
 
-    def directions(self, grads: Gradients) -> dict[nn.Parameter, Tensor]:
+    def directions(self, grads: Gradients) -> Directions:
         """d for every gradient."""
         out = dict(grads)
         if self.solves:
-            with torch.autocast(
-                self.solves[0].site.lead.device.type, enabled=False
-            ):
+            device = self.solves[0].site.lead.device.type
+            with torch.autocast(device, enabled=False):
                 self._solve(grads, out)
         return out
 
-    def _solve(
-        self, grads: Gradients, out: dict[nn.Parameter, Tensor]
-    ) -> None:
+    def _solve(self, grads: Gradients, out: Directions) -> None:
         if self.pool is not None:
             self._solve_together(grads, out, self.pool)
             return
         for s in self.solves:
-            d = s.solver(s.site.gather(s.active, grads, s.dtype))
-            for p, part in s.site.scatter(s.active, d).items():
-                if p in grads:
-                    out[p] = part.to(p.dtype)
+            s.scatter(s.solver(s.gather(grads)), grads, out)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _solve_together(
-        self, grads: Gradients, out: dict[nn.Parameter, Tensor], pool: Pool
+        self, grads: Gradients, out: Directions, pool: Pool
     ) -> None:
-        solvers: list[Any] = [solve.solver for solve in self.solves]
-        ds = woodbury(
-            solvers, [solve.gather(grads) for solve in self.solves], pool
-        )
-        for solve, d in zip(self.solves, ds, strict=True):
-            solve.scatter(d, grads, out)
+        solvers = [s.solver for s in self.solves]
+        ds = woodbury(solvers, [s.gather(grads) for s in self.solves], pool)
+        for s, d in zip(self.solves, ds, strict=True):
+            s.scatter(d, grads, out)
 
 
 def over_ranks(solves: Sequence[LayerSolve]) -> Pool:
     """Uᵀg of parameters that are spread over ranks, in one message per team."""
-    teams = []
-    for solve in solves:
-        solver: Any = solve.solver
-        teams.append(solver.U.team if solve.site.sharded else ALONE)
+    teams = [s.solver.U.team if s.site.sharded else ALONE for s in solves]
 
     def pool(cs: list[Tensor]) -> list[Tensor]:
         for team in dict.fromkeys(teams):
-            own = [
-                c for c, other in zip(cs, teams, strict=True) if other == team
-            ]
-            team.sum_(own, "Uᵀg of spread parameters")
+            own = [i for i, other in enumerate(teams) if other == team]
+            team.sum_([cs[i] for i in own], "Uᵀg of spread parameters")
         return cs
 
     return pool
@@ -130,41 +116,68 @@ def over_layers(cs: list[Tensor]) -> list[Tensor]:
     return [torch.stack(cs).sum(0)] * len(cs)
 
 
+def plan_of(
+    solves: Sequence[LayerSolve],
+    grads: Gradients,
+    metric: Metric,
+    updates: bool,
+    traced: bool,
+) -> StepPlan:
+    """How a step's layers are solved; `updates`: kernels update all parameters too."""
+    if solves and metric.together:
+        return StepPlan(solves, over_layers)
+    if any(solve.site.sharded for solve in solves):
+        return StepPlan(solves, over_ranks(solves))
+    devices = [solve.site.lead.device for solve in solves]
+    alike = len(set(devices)) == 1
+    if traced or not alike or devices[0].type != "cuda":
+        return StepPlan(solves)
+    from seng.optim.gpu_plan import GpuPlan
+
+    return GpuPlan(solves, grads, updates)
+
+
 @dataclass(frozen=True)
 class Refresh:
     """What one refresh of one layer leaves for the record."""
 
     step: int
     timer: Timer
-    compared: tuple[Tensor, Tensor]  # cos(g, d) and ‖d‖/‖g‖ at that step
+    compared: Tensor  # cos(g, d) and ‖d‖/‖g‖ at that step
 
 
-def compare(g: Tensor, d: Tensor, site: Site) -> tuple[Tensor, Tensor]:
+def compare(g: Tensor, d: Tensor, site: Site) -> Tensor:
     """cos(g, d) and ‖d‖/‖g‖; 1 and 1 for a gradient of zeros."""
     products = torch.stack([g @ g, d @ d, g @ d])
     if site.sharded:  # each rank has a part
         holders(site.lead).sum_([products], "comparing directions")
-    size, length = products[0].sqrt(), products[1].sqrt()
+    size, length = products[:2].sqrt()
     tiny = torch.finfo(g.dtype).tiny
-    zero = size == 0
     cosine = products[2] / (size * length).clamp_min(tiny)
     ratio = length / size.clamp_min(tiny)
-    return torch.where(zero, 1, cosine), torch.where(zero, 1, ratio)
+    return torch.where(size == 0, 1, torch.stack([cosine, ratio]))
+
+
+# What a checkpoint leaves out.
+UNSAVED = (
+    *("plan", "refresh", "dropped", "failed"),
+    *("counted", "state", "solver", "solved"),
+)
 
 
 @dataclass
 class LayerRecord:
     """One layer: its state and what that was built over, or why it has none."""
 
+    index: int
+    site: Site
     state: Any = None
-    active: tuple[Segment, ...] = ()  # what the state was built over
+    active: Segments = ()  # what the state was built over
     plan: Plan | None = None
     refused: str | None = None  # why it takes the plain gradient by decision
     owed: bool = False  # in use, and no curvature yet
     refresh: Refresh | None = None  # the last one
-    checked: bool = (
-        False  # whether its samples were seen to add up to the gradient
-    )
+    checked: bool = False  # whether its samples add up to the gradient
     dropped: int = 0  # refreshes that were not finite
     failed: int = 0  # solves that fell back to the plain gradient
     counted: int = 0  # of those, what the present state has counted
@@ -177,9 +190,20 @@ class LayerRecord:
         """Whether it is known what the layer does."""
         return self.state is not None or self.refused is not None or self.owed
 
-    def install(
-        self, state: State, active: tuple[Segment, ...], on_gpu: bool
-    ) -> None:
+    def uses(self, grads: Gradients) -> bool:
+        """Whether it has a state and a gradient to solve with."""
+        if self.state is None:
+            return False
+        return any(s.param in grads for s in self.active)
+
+    def solve(self) -> LayerSolve:
+        """What a step does with it."""
+        dtype = self.state.dtype or self.site.dtype
+        return LayerSolve(
+            self.index, self.site, self.active, self.solver, dtype
+        )
+
+    def install(self, state: State, active: Segments, on_gpu: bool) -> None:
         """A new state; on a GPU at the old one's place, where recordings read."""
         old = self.state
         if on_gpu and self.active == active:
@@ -188,37 +212,25 @@ class LayerRecord:
         if state is not old:  # a solver of before has tensors of its own
             self.solver = None
         self.state, self.active = state, active
-        self.counted, self.owed, self.refused = 0, False, None
-        self.solved = None
+        self.counted, self.owed = 0, False
+        self.refused = self.solved = None
 
     def refuse(self, why: str) -> None:
         """It takes the plain gradient from now on."""
         self.state, self.refused, self.owed = None, why, False
 
-    def previous(
-        self, active: tuple[Segment, ...], dtype: torch.dtype
-    ) -> State | None:
+    def previous(self, active: Segments) -> State | None:
         """The state of before, if it is one of the same parameters and precision."""
         if self.state is None or self.active != active:
             return None
-        known: State = self.state
-        return known if known.dtype in (dtype, None) else None
+        alike = self.state.dtype in (self.site.dtype, None)
+        return self.state if alike else None
 
     def restore(self, old: LayerRecord | None) -> None:
         """What a checkpoint leaves out, after the layers were surveyed anew."""
-        if old is None or self.state is None:
-            return
-        self.plan, self.refresh, self.dropped = (
-            old.plan,
-            old.refresh,
-            old.dropped,
-        )
-        self.state, self.solver, self.solved = (
-            old.state,
-            old.solver,
-            old.solved,
-        )
-        self.failed, self.counted = old.failed, old.counted
+        if old is not None and self.state is not None:
+            for name in UNSAVED:
+                setattr(self, name, getattr(old, name))
 
     def describe(self, captures: bool) -> dict[str, Any]:
         """For `diagnostics()`."""
@@ -228,25 +240,3 @@ class LayerRecord:
         failed = self.failed - self.counted
         found = describe(self.state, damping, self.refresh, failed)
         return found | {"refreshes_dropped": self.dropped, "why": why}
-
-
-def plan_of(
-    solves: Sequence[LayerSolve],
-    grads: Gradients,
-    metric: Metric,
-    updates: bool,
-    traced: bool,
-) -> StepPlan:
-    """How a step's layers are solved; `updates`: kernels update all parameters too."""
-    if not solves:
-        return StepPlan([])
-    if metric.together:
-        return StepPlan(solves, over_layers)
-    if any(solve.site.sharded for solve in solves):
-        return StepPlan(solves, over_ranks(solves))
-    devices = {solve.site.lead.device for solve in solves}
-    if traced or len(devices) > 1 or devices.pop().type != "cuda":
-        return StepPlan(solves)
-    from seng.optim.gpu_plan import GpuPlan
-
-    return GpuPlan(solves, grads, updates)
