@@ -319,17 +319,15 @@ class Preconditioned(Optimizer):
         others = sum(record.other for record in self.engine.records)
         entries = curvature.values()
         stepped = any(int(entry.get("step", 0)) for entry in entries)
+        if not self.engine.metric.captures:
+            return
         if others:
             warn(
                 f"the loaded curvature of {others} layers is of another kind than this optimizer "
                 "keeps: the next step refreshes it. "
                 "To go on with low rank, once SENG's default: curvature=seng.Curvature()"
             )
-        elif (
-            stepped
-            and self.engine.metric.captures
-            and not any("active" in entry for entry in entries)
-        ):
+        elif stepped and not any("active" in entry for entry in entries):
             warn(
                 "the loaded state has no curvature: the next step refreshes it. "
                 "torch.distributed.checkpoint loads only what is there already: "
