@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from seng.checks import check_group, check_number
@@ -175,15 +175,13 @@ class Preconditioned(Optimizer):
         key = []
         for group in self.param_groups:
             lam = group["damping"]  # a tensor may be written to
-            lam = float(lam) if isinstance(lam, Tensor) else lam
-            key.append((lam, len(group["params"])))
+            if type(lam) is not float or not lam > 0:
+                check_number("damping", lam, positive=True)
+            key.append((float(lam), len(group["params"])))
         if self._dampings_kept is None or self._dampings_kept[0] != key:
             values: dict[nn.Parameter, float] = {}
-            for group in self.param_groups:
-                check_number("damping", group["damping"], positive=True)
-                values |= dict.fromkeys(
-                    group["params"], float(group["damping"])
-                )
+            for group, (lam, _) in zip(self.param_groups, key, strict=True):
+                values |= dict.fromkeys(group["params"], lam)
             self._dampings_kept = key, values
         found: Dampings = self._dampings_kept[1]
         return found
@@ -193,10 +191,11 @@ class Preconditioned(Optimizer):
     ) -> Directions:
         if self.engine is None:
             return grads
+        rest = None
         if type(plan) is not StepPlan:
             rest = self.fusion.step(self, plan, grads, dampings)
-            if rest is not None:
-                return rest
+        if rest is not None:
+            return rest
         return self.engine.directions(plan, grads, dampings)
 
     def _update(self, group: Group, directions: Directions) -> None:

@@ -149,28 +149,27 @@ def _check_sum(
 
 def install(engine: Engine, states: Mapping[int, Any]) -> list[int]:
     """Keep the states that are finite; the last good ones stay otherwise."""
-    known = [r for r in engine.records if r.state is not None]
+    records = [engine.records[i] for i in states]
     looks = [state.fine() for state in states.values()]
-    looks += [torch.as_tensor(r.state.failures) for r in known]
+    looks += [torch.as_tensor(record.failures) for record in records]
     if not looks:
         return []
     # The one look at the device that a refresh takes.
     seen = torch.stack([t.to(engine.device).long() for t in looks]).tolist()
-    for record, failed in zip(known, seen[len(states) :], strict=True):
-        record.failed += failed - record.counted
-        record.counted = failed
+    fine, failed = seen[: len(states)], seen[len(states) :]
     refreshed = []
-    for (i, state), fine in zip(states.items(), seen, strict=False):
-        record = engine.records[i]
-        if record.failed:
-            engine.notices.failed(record.site.name, record.failed)
-        if fine:
-            active = engine.collector.samples.active[i]
-            record.install(state, active, engine.on_gpu)
-            refreshed.append(i)
-        else:
+    for i, record in enumerate(records):
+        name, solves = record.site.name, record.failed + failed[i]
+        if solves:
+            engine.notices.failed(name, solves)
+        if not fine[i]:
             record.dropped += 1
-            engine.notices.dropped(record.site.name)
+            engine.notices.dropped(name)
+            continue
+        active = engine.collector.samples.active[record.index]
+        record.install(states[record.index], active, engine.on_gpu)
+        record.failed = solves
+        refreshed.append(record.index)
     return refreshed
 
 

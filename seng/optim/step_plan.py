@@ -159,10 +159,7 @@ def compare(g: Tensor, d: Tensor, site: Site) -> Tensor:
 
 
 # What a checkpoint leaves out.
-UNSAVED = (
-    *("plan", "refresh", "dropped", "failed"),
-    *("counted", "state", "solver", "solved"),
-)
+UNSAVED = ["plan", "refresh", "dropped", "failed", "state", "solver", "solved"]
 
 
 @dataclass
@@ -179,8 +176,7 @@ class LayerRecord:
     refresh: Refresh | None = None  # the last one
     checked: bool = False  # whether its samples add up to the gradient
     dropped: int = 0  # refreshes that were not finite
-    failed: int = 0  # solves that fell back to the plain gradient
-    counted: int = 0  # of those, what the present state has counted
+    failed: int = 0  # solves of earlier states that fell back to the gradient
     solver: Any = None
     solved: Any = None  # the state and the damping that the solver is for
     other: bool = False  # whether what was loaded is of another kind
@@ -189,6 +185,11 @@ class LayerRecord:
     def settled(self) -> bool:
         """Whether it is known what the layer does."""
         return self.state is not None or self.refused is not None or self.owed
+
+    @property
+    def failures(self) -> Any:
+        """How many solves of its state fell back to the gradient."""
+        return 0 if self.state is None else self.state.failures
 
     def uses(self, grads: Gradients) -> bool:
         """Whether it has a state and a gradient to solve with."""
@@ -212,8 +213,7 @@ class LayerRecord:
         if state is not old:  # a solver of before has tensors of its own
             self.solver = None
         self.state, self.active = state, active
-        self.counted, self.owed = 0, False
-        self.refused = self.solved = None
+        self.owed, self.refused, self.solved = False, None, None
 
     def refuse(self, why: str) -> None:
         """It takes the plain gradient from now on."""
@@ -237,6 +237,5 @@ class LayerRecord:
         damping = None if self.solved is None else self.solved[1]
         planned = None if self.plan is None else self.plan.why
         why = self.refused or (planned if captures else NO_CURVATURE)
-        failed = self.failed - self.counted
-        found = describe(self.state, damping, self.refresh, failed)
+        found = describe(self.state, damping, self.refresh, self.failed)
         return found | {"refreshes_dropped": self.dropped, "why": why}
