@@ -84,25 +84,32 @@ def fitting() -> Callable[[], Times]:
     return run
 
 
-def batch(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+def network(
+    name: str,
+) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
+    """A model, and what draws its next batch: equal ones would make averaged bases smaller than they are in training."""
+
+    def text() -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(65, (8, 33))
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def images() -> tuple[Tensor, Tensor]:
+        return torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+
     if name == "gpt":
-        text = torch.randint(65, (8, 33))
-        return models.gpt2(2, 64, 4, 65, 32), text[:, :-1], text[:, 1:]
-    return (
-        models.small_cnn(),
-        torch.randn(64, 3, 32, 32),
-        torch.randint(10, (64,)),
-    )
+        return models.gpt2(2, 64, 4, 65, 32), text
+    return models.small_cnn(), images
 
 
 def training(method: str, name: str, every: int) -> Callable[[], Times]:
     """every − 1 ordinary steps, and a refresh."""
-    model, x, y = batch(name)
+    model, draw = network(name)
     opt = methods(every)[method](model)
     params = list(model.parameters())
 
     def refresh() -> float:
         opt.zero_grad()
+        x, y = draw()
         loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
         before = time.process_time()
         loss.backward()
