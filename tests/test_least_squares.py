@@ -15,8 +15,7 @@ import seng
 from seng.linalg.operators import Explicit
 from seng.metrics.woodbury import LowRankState
 from seng.residuals.jacobian import TermJacobian
-from seng.residuals.linearization import Linearization, linearize
-from seng.residuals.normal import NormalEquations, normal_equations
+from seng.residuals.normal import Linearization, NormalEquations, linearize
 from seng.residuals.terms import Parameters, Term
 
 LARGE = 2**30
@@ -566,7 +565,7 @@ SKETCHES = [
 def test_sketched_direction_is_the_papers(sketch):
     J, r, lam = torch.randn(12, 70), torch.randn(12), 0.5
     U = Explicit(J.T, (1, 70, 1))
-    normal = normal_equations(U, sketch, torch.Generator().manual_seed(3))
+    normal = NormalEquations(U, sketch, torch.Generator().manual_seed(3))
     Omega = sketch.draw(U, torch.Generator().manual_seed(3))(torch.eye(70))
     Xi, g = Omega @ J.T, J.T @ r
     b = torch.linalg.solve(lam * torch.eye(12) + Xi.T @ Xi, Xi.T @ (Omega @ g))
@@ -787,16 +786,16 @@ def test_memory_paths_are_the_same(samples, outputs, residual):
     if m < n:
         sketch = seng.sketch.CountSketch(30)
         dense_, slabs = (
-            normal_equations(W, sketch, torch.Generator().manual_seed(0)).at(
+            NormalEquations(W, sketch, torch.Generator().manual_seed(0)).at(
                 0.1
             )(held.r)
             for W in (U, V)
         )
         assert_close(dense_, slabs)
         with pytest.raises(MemoryError, match="use CountSketch"):
-            normal_equations(V, seng.sketch.Rows(30), torch.Generator())
+            NormalEquations(V, seng.sketch.Rows(30), torch.Generator())
         with pytest.raises(MemoryError, match="use CountSketch"):
-            normal_equations(
+            NormalEquations(
                 V, seng.sketch.KroneckerRows(30, 1), torch.Generator()
             )
 

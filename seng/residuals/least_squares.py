@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +24,17 @@ from seng.checks import check_number
 from seng.linalg.memory import free_memory
 from seng.linalg.sketch import Sketch
 from seng.notices import warn
-from seng.residuals.linearization import Linearization, linearize
-from seng.residuals.normal import NormalEquations, normal_equations
-from seng.residuals.terms import Batch, Parameters, Residual, Term, has_samples
+from seng.residuals.normal import Linearization, NormalEquations, linearize
+from seng.residuals.terms import Parameters, Residual, Term
 
 TRIES = 12  # solves of a step before it is given up
 SHARE = 0.5  # of the free memory, where no budget is given
 LEAST, MOST = 1e-16, 1e12  # of the damping
 LENGTHS = tuple(2.0**-i for i in range(6))  # that a line search tries
 PROBE = 0.1  # h, where the bend c is measured
-STATE = (
-    "damping",
-    "growth",
-    "steps",
-    "last",
-)  # what a checkpoint keeps, with the generator
 BEND = 0.75  # of ‖d‖: a longer acceleration is not trusted
+# What a checkpoint keeps, with the generator.
+STATE = ("damping", "growth", "steps", "last")
 
 
 @dataclass(frozen=True)
@@ -50,15 +45,12 @@ class Report:
     after: float  # ½‖r‖² after it, on the same batch
     damping: float  # at the last solve
     lam: float = math.nan  # λ: the damping times the mean eigenvalue
-    length: float = (
-        0.0  # of the step in units of d; 0 where the step was refused
-    )
+    length: float = 0.0  # of the step in units of d; 0: it was refused
     tries: int = 0  # solves
     accepted: bool = False
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A step that was evaluated."""
 
     loss: float  # ½‖r‖² at θ − step
@@ -89,74 +81,117 @@ class LeastSquares:
         memory: int | None = None,
         separate: bool | None = None,
     ) -> None:
-        _check(damping, momentum, sketch, memory, separate)
-        _check_switches(
-            adapt=adapt, acceleration=acceleration, line_search=line_search
-        )
+        self.adapt = adapt
+        self.acceleration = acceleration
+        self.line_search = line_search
+        self.sketch = sketch
+        self.memory = memory
+        self._check(damping, momentum, separate)
+        self.damping = float(damping)
+        self.momentum = float(momentum)
         self.parameters = Parameters(model)
         self.several = isinstance(residual, (list, tuple))
         functions: Any = residual if self.several else [residual]
         self.terms = [
-            Term(_name(f, i, self.several), f, self.parameters, separate)
-            for i, f in enumerate(functions)
+            Term(_name(f, i), f, self.parameters, separate)
+            for i, f in enumerate(functions, 1)
         ]
         if not self.terms:
             raise ValueError(
                 "there is nothing to fit to: the list of residual functions is empty"
             )
-        self.damping, self.momentum = float(damping), float(momentum)
-        self.adapt, self.acceleration = adapt, acceleration and adapt
-        self.line_search, self.sketch, self.memory = (
-            line_search,
-            sketch,
-            memory,
-        )
-        self.growth = 2.0  # of the damping when a trial is refused
+        self.growth = 2.0  # of the damping when the first trial is refused
         self.steps = 0
         self.last: Tensor | None = None  # the last step (n,), with momentum
-        generator = torch.Generator(self.parameters.device)
+        generator = torch.Generator(self.parameters.theta().device)
         self.generator = generator.manual_seed(0)  # of the sketches
         self.report: Report | None = None
         self._warned = False
 
+    def _check(
+        self, damping: float, momentum: float, separate: object
+    ) -> None:
+        """Refuse options that are not of their kind or range."""
+        check_number("damping", damping, positive=True)
+        check_number("momentum", momentum)
+        if damping > MOST:
+            raise ValueError(
+                f"damping is λ in units of the mean eigenvalue, at most {MOST:g}, not {damping!r}"
+            )
+        if momentum >= 1:
+            raise ValueError(f"momentum must be below 1, not {momentum!r}")
+        if not isinstance(self.sketch, Sketch | None):
+            raise TypeError(
+                f"sketch is one of seng.sketch, as in sketch=seng.sketch.CountSketch(512), not {self.sketch!r}"
+            )
+        memory = self.memory
+        if memory is not None and (type(memory) is not int or memory < 1):
+            raise ValueError(
+                f"memory is a number of bytes, at least 1, not {memory!r}"
+            )
+        if not isinstance(separate, bool | None):
+            raise TypeError(
+                f"separate is True, False, or None to find out, not {separate!r}"
+            )
+        for name in ("adapt", "acceleration", "line_search"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is True or False, not {value!r}")
+
     @torch.enable_grad()  # residuals may differentiate the model
     def step(self, *batches: Any) -> float:
         """Take one step on these samples. Returns ½‖r‖² before it."""
-        memory = self.memory or int(
-            SHARE * free_memory(self.parameters.device)
-        )
-        here = linearize(self.terms, self._split(batches), memory)
-        loss = 0.5 * float(here.r @ here.r)
-        damping, last = self.damping, self.last
+        given = batches if self.several else (batches,)
+        if len(given) != len(self.terms):
+            raise ValueError(
+                f"step takes a batch for each of the {len(self.terms)} residual functions, not {len(given)}"
+            )
+        device = self.generator.device
+        memory = self.memory or int(SHARE * free_memory(device))
+        here = linearize(self.terms, given, memory)
         self.steps += 1
+        self.report, step = self._search(here)
+        self.last = step if self.momentum else None
+        if step is not None:
+            self.parameters.subtract(step)
+        return self.report.loss
+
+    def _search(self, here: Linearization) -> tuple[Report, Tensor | None]:
+        """What to do, and the step; None where it is refused."""
+        loss = 0.5 * float(here.r @ here.r)
+        report = Report(loss, loss, self.damping)
         if not math.isfinite(loss):
-            still = Report(loss, loss, damping)
-            return self._refuse(still, "the residuals are not finite")
-        normal = normal_equations(here.operator(), self.sketch, self.generator)
+            return self._not_finite(report, "the residuals are")
+        U = here.operator()
+        normal = NormalEquations(U, self.sketch, self.generator)
         if not math.isfinite(normal.mean):
-            still = Report(loss, loss, damping)
-            return self._refuse(still, "the Jacobian is not finite")
-        least = (
-            torch.finfo(here.r.dtype).eps * loss
-        )  # a gain worth another try
+            return self._not_finite(report, "the Jacobian is")
+        # A step must end below `most`, and predict a gain above `least` to be worth another try.
+        most = least = math.inf
+        if self.adapt:
+            most = loss
+            least = torch.finfo(here.r.dtype).eps * loss
+        last = self.last
         for tries in range(1, TRIES + 1):
-            lam = damping * (normal.mean or 1.0)
+            lam = report.damping * (normal.mean or 1.0)
+            report = replace(report, lam=lam, tries=tries)
             trial = self._try(here, normal, lam, last)
-            if trial is not None:
-                if trial.loss < (loss if self.adapt else math.inf):
-                    after, length = trial.loss, trial.length
-                    report = Report(
-                        loss, after, damping, lam, length, tries, True
-                    )
-                    return self._accept(report, trial)
-                if not self.adapt or trial.predicted <= least:
-                    break
+            if trial and trial.loss < most:
+                after, _, length, step = trial
+                report = replace(
+                    report, after=after, length=length, accepted=True
+                )
+                if self.adapt:
+                    self.damping = adapted(report, trial.predicted)
+                return report, step
+            if trial and trial.predicted <= least:
+                break
             last = None  # a larger λ does not shorten what momentum adds
-            damping = min(MOST, damping * self.growth)
-            self.growth *= 2
+            damping = min(MOST, report.damping * self.growth**tries)
+            report = replace(report, damping=damping)
         if self.adapt:
             self.damping = min(MOST, 10 * self.damping)
-        return self._refuse(Report(loss, loss, damping, lam, 0.0, tries))
+        return report, None
 
     def _try(
         self,
@@ -176,67 +211,32 @@ class LeastSquares:
             kept = self.momentum * last
             d = kept + solve(r - push(kept))
         Jd = push(d)
-        bends: list[Tensor | float] = [0.0]
-        if self.acceleration:
-            there = here.residuals(self.parameters.minus(PROBE * d))
+        bends: list[Any] = [0.0]
+        if self.acceleration and self.adapt:
+            there = here.residuals(PROBE * d)
             a = solve(2 / PROBE**2 * (there - r + PROBE * Jd))
             if a.norm() <= BEND * d.norm():
                 bends.append(a)
         trials = []
         lengths = LENGTHS if self.line_search else LENGTHS[:1]
-        for length, bend in product(lengths, bends):
-            step = length * d + 0.5 * length**2 * bend
-            there = here.residuals(self.parameters.minus(step))
-            predicted = length * float(r @ Jd) - 0.5 * length**2 * float(
-                Jd @ Jd
-            )
-            trial = Trial(0.5 * float(there @ there), predicted, length, step)
-            trials.append(trial)
+        for h, bend in product(lengths, bends):
+            step = h * d + 0.5 * h**2 * bend
+            there = here.residuals(step)
+            predicted = float(h * (r @ Jd) - 0.5 * h**2 * (Jd @ Jd))
+            loss = 0.5 * float(there @ there)
+            trials.append(Trial(loss, predicted, h, step))
         return min(
             trials, key=lambda t: math.inf if math.isnan(t.loss) else t.loss
         )
 
-    def _accept(self, report: Report, trial: Trial) -> float:
-        """Write the step into the model, and adapt the damping by Nielsen's rule.
-
-        The damping falls to a third where the gain is 1 or more, and rises where it is below ½.
-        Where the gain is 1 to three digits, r is linear, and the damping falls to a thousandth.
-        """
-        self.parameters.subtract(trial.step)
-        self.report, self.growth = report, 2.0
-        self.last = trial.step if self.momentum else None
-        if self.adapt:
-            fall = report.loss - report.after
-            gain = fall / trial.predicted if trial.predicted > 0 else 0.0
-            is_linear = abs(gain - 1) < 1e-3
-            factor = 1e-3 if is_linear else max(1 / 3, 1 - (2 * gain - 1) ** 3)
-            self.damping = min(MOST, max(LEAST, report.damping * factor))
-        return report.loss
-
-    def _refuse(self, report: Report, why: str = "") -> float:
-        """Leave the parameters as they are, and say why, once."""
-        self.report, self.growth, self.last = report, 2.0, None
-        if why and not self._warned:
+    def _not_finite(self, report: Report, what: str) -> tuple[Report, None]:
+        """Refuse a step, and say why, once."""
+        if not self._warned:
             self._warned = True
             warn(
-                f"a step was refused, since {why}; the parameters stay as they were (report.accepted is False; said once)"
+                f"a step was refused, since {what} not finite; the parameters stay as they were (report.accepted is False; said once)"
             )
-        return report.loss
-
-    def _split(self, batches: tuple[Any, ...]) -> list[Batch]:
-        """The batch of each term, as a tuple."""
-        given = batches if self.several else (batches,)
-        if len(given) != len(self.terms):
-            raise ValueError(
-                f"step takes a batch for each of the {len(self.terms)} residual functions, not {len(given)}"
-            )
-        split = [
-            tuple(b) if isinstance(b, (tuple, list)) else (b,) for b in given
-        ]
-        for term, batch in zip(self.terms, split, strict=True):
-            if any(has_samples(x) and not len(x) for x in batch):
-                raise ValueError(f"the batch of {term.name} is empty")
-        return split
+        return report, None
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed fit needs beside the model's own state."""
@@ -249,58 +249,32 @@ class LeastSquares:
             raise ValueError(
                 f"a LeastSquares has the state {', '.join(self.state_dict())}, and this has {', '.join(state)}"
             )
-        last, n = state["last"], self.parameters.n
-        if last is not None and last.shape != (n,):
+        last, theta = state["last"], self.parameters.theta()
+        if last is not None and last.shape != theta.shape:
             raise ValueError(
-                f"the state is that of {last.numel()} parameters, and the model has {n}"
+                f"the state is that of {last.numel()} parameters, and the model has {len(theta)}"
             )
         for name in STATE:
             setattr(self, name, state[name])
         if last is not None:
-            device, dtype = self.parameters.device, self.parameters.dtype
-            self.last = last.to(device, dtype, copy=True)
+            self.last = last.to(theta)
         self.generator.set_state(state["generator"].cpu())
 
 
-def _check(
-    damping: float,
-    momentum: float,
-    sketch: object,
-    memory: object,
-    separate: object,
-) -> None:
-    """Refuse options that are not of their kind or range."""
-    check_number("damping", damping, positive=True)
-    check_number("momentum", momentum)
-    if damping > MOST:
-        raise ValueError(
-            f"damping is λ in units of the mean eigenvalue, at most {MOST:g}, not {damping!r}"
-        )
-    if momentum >= 1:
-        raise ValueError(f"momentum must be below 1, not {momentum!r}")
-    if not isinstance(sketch, Sketch | None):
-        raise TypeError(
-            f"sketch is one of seng.sketch, as in sketch=seng.sketch.CountSketch(512), not {sketch!r}"
-        )
-    if memory is not None and (type(memory) is not int or memory < 1):
-        raise ValueError(
-            f"memory is a number of bytes, at least 1, not {memory!r}"
-        )
-    if not isinstance(separate, bool | None):
-        raise TypeError(
-            f"separate is True, False, or None to find out, not {separate!r}"
-        )
+def adapted(report: Report, predicted: float) -> float:
+    """The damping after a step, by Nielsen's rule.
+
+    The damping falls to a third where the gain is 1 or more, and rises where it is below ½. Where
+    the gain is 1 to three digits, r is linear, and the damping falls to a thousandth.
+    """
+    fall = report.loss - report.after
+    gain = fall / predicted if predicted > 0 else 0.0
+    is_linear = abs(gain - 1) < 1e-3
+    factor = 1e-3 if is_linear else max(1 / 3, 1 - (2 * gain - 1) ** 3)
+    return min(MOST, max(LEAST, report.damping * factor))
 
 
-def _check_switches(**switches: object) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is True or False, not {value!r}")
-
-
-def _name(function: object, i: int, several: bool) -> str:
+def _name(function: object, i: int) -> str:
     """What messages call a residual function."""
     name = getattr(function, "__name__", "<lambda>")
-    if name != "<lambda>":
-        return f"residual '{name}'"
-    return f"residual {i + 1}" if several else "the residual"
+    return f"residual {i}" if name == "<lambda>" else f"residual '{name}'"

@@ -16,21 +16,22 @@ from torch.func import functional_call
 
 from seng.linalg.numerics import widest
 
-Batch = tuple[Any, ...]
-Values = dict[str, Tensor]
 Residual = Callable[..., Tensor]
 
 
-class Parameters:
-    """The tensors that are fitted. θ (n,) is all of them, flattened, one after the other."""
+class Parameters(nn.Module):
+    """The tensors that are fitted. θ (n,) is all of them, flattened, one after the other.
 
-    def __init__(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        self.module = model if isinstance(model, nn.Module) else None
-        if self.module is not None:
-            named = self.module.named_parameters()
-            self.tensors: Values = {
-                name: p for name, p in named if p.requires_grad
-            }
+    This is a module around the user's, in which `functional_call` can replace parameters while a
+    residual function sees the user's own model, and may read its attributes.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        if isinstance(model, nn.Module):
+            named = self.named_parameters()
+            self.tensors = {name: p for name, p in named if p.requires_grad}
         elif isinstance(model, Mapping):
             self.tensors = dict(model)
         else:
@@ -38,91 +39,48 @@ class Parameters:
                 f"model is an nn.Module or a dictionary of tensors, not {type(model).__name__}"
             )
         for name, p in self.tensors.items():
-            _check_tensor(name, p)
-        self.n = sum(p.numel() for p in self.tensors.values())
-        self.all = slice(0, self.n)
-        if not self.n:
+            if not isinstance(p, Tensor) or not p.is_floating_point():
+                kind = getattr(p, "dtype", type(p).__name__)
+                raise TypeError(
+                    f"parameter '{name}' is {kind}: what is fitted are tensors of real floating-point numbers"
+                )
+        tensors = self.tensors.values()
+        self.sizes = [p.numel() for p in tensors]
+        if not any(self.sizes):
             raise ValueError(
                 "there is nothing to fit: the model has no trainable parameters"
             )
-        if len({p.device for p in self.tensors.values()}) > 1:
+        if len({p.device for p in tensors}) > 1:
             raise ValueError(
                 "the parameters lie on several devices: move them to one"
             )
 
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.tensors.values())).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The precision of J and of the solve: float64 for any model, where the device has it."""
-        return widest(next(iter(self.tensors.values())))
-
     def theta(self) -> Tensor:
-        """θ (n,) as it is now."""
+        """θ (n,) as it is now, in the precision of J and of the solve: float64, where there is any."""
         rows = [p.detach().flatten() for p in self.tensors.values()]
-        return torch.cat(rows).to(self.dtype)
+        theta = torch.cat(rows)
+        return theta.to(widest(theta))
 
-    def places(self, entries: slice) -> dict[str, slice]:
-        """Where these entries of θ stand: in which tensors, and which of each tensor's own."""
-        places = {}
-        start = 0
-        for name, p in self.tensors.items():
-            first = max(entries.start - start, 0)
-            last = min(entries.stop - start, p.numel())
-            if first < last:
-                places[name] = slice(first, last)
-            start += p.numel()
-        return places
-
-    def values(self, entries: slice, given: Tensor) -> Values:
-        """All parameters: these entries of θ as given, the others as they are now."""
-        values = {name: p.detach() for name, p in self.tensors.items()}
-        places = self.places(entries)
-        parts = given.split(
-            [place.stop - place.start for place in places.values()]
-        )
-        for (name, place), part in zip(places.items(), parts, strict=True):
-            p = values[name]
-            if len(part) < p.numel():
-                row = p.flatten().to(given)
-                part = row.slice_scatter(part, 0, place.start, place.stop)
-            values[name] = part.view_as(p).to(p)
-        return values
-
-    def minus(self, d: Tensor | float) -> Values:
-        """θ − d for d (n,), rounded once to the precision of each parameter."""
-        return self.values(self.all, self.theta() - d)
+    def values(self, theta: Tensor) -> dict[str, Tensor]:
+        """θ tensor by tensor, rounded once to the precision of each parameter."""
+        named = zip(self.tensors.items(), theta.split(self.sizes))
+        return {name: part.view_as(p).to(p) for (name, p), part in named}
 
     @torch.no_grad()
     def subtract(self, d: Tensor) -> None:
         """Write θ − d into the model."""
-        for name, value in self.minus(d).items():
+        for name, value in self.values(self.theta() - d).items():
             self.tensors[name].copy_(value)
 
+    def call(self, function: Residual, theta: Tensor, batch: Any) -> Any:
+        """What the function returns at this θ."""
+        values = self.values(theta)
+        if isinstance(self.model, nn.Module):
+            return functional_call(self, values, (function, *batch))
+        return function(values, *batch)
 
-def _check_tensor(name: str, p: object) -> None:
-    if not isinstance(p, Tensor) or not p.is_floating_point():
-        kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-        raise TypeError(
-            f"parameter '{name}' is {kind}: what is fitted are tensors of real floating-point numbers"
-        )
-
-
-class _Bound(nn.Module):
-    """The residual as a module around the model, whose parameters `functional_call` can replace.
-
-    The residual function then sees the user's own model, and may read its attributes.
-    """
-
-    def __init__(self, model: nn.Module, function: Residual) -> None:
-        super().__init__()
-        self.model = model
-        self.function = function
-
-    def forward(self, *batch: Any) -> Tensor:
-        return self.function(self.model, *batch)
+    def forward(self, function: Residual, *batch: Any) -> Any:
+        return function(self.model, *batch)
 
 
 @dataclass(frozen=True)
@@ -134,7 +92,7 @@ class Layout:
 
     places: Tensor  # (B, k)
     factor: float
-    bytes: int  # that the gradient of one sample allocates
+    bytes: int  # that the Jacobian of one sample allocates
 
 
 @dataclass
@@ -145,46 +103,29 @@ class Term:
     function: Residual
     parameters: Parameters
     separate: bool | None  # whether samples separate; None: not known yet
-    layouts: dict[object, Layout] = field(
-        default_factory=dict
-    )  # where they do
-    batched: bool = (
-        True  # whether vmap has been able to differentiate it so far
-    )
+    # Where they do, and whether vmap has been able to differentiate the function so far.
+    layouts: dict[object, Layout] = field(default_factory=dict)
+    batched: bool = True
 
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(
                 f"{self.name} is a function (model, *batch) -> vector, not {self.function!r}"
             )
-        module = self.parameters.module
-        self.bound = None if module is None else _Bound(module, self.function)
 
-    @property
-    def modes(self) -> tuple[bool, ...]:
-        """Which modules are in training mode: a BatchNorm then mixes samples."""
-        modules = [] if self.bound is None else self.bound.modules()
-        return tuple(module.training for module in modules)
-
-    def call(self, values: Values, batch: Batch) -> Tensor:
-        """What the function returns at these values of the parameters."""
-        if self.bound is None:
-            return self.function(dict(values), *batch)
-        swapped = {f"model.{name}": value for name, value in values.items()}
-        r: Tensor = functional_call(self.bound, swapped, batch)
-        return r
-
-    def __call__(self, values: Values, batch: Batch) -> Tensor:
+    def __call__(self, theta: Tensor, batch: Any) -> Tensor:
         """r (m,), or an error that says why the function's result is no vector of residuals."""
-        r: object = self.call(values, batch)
+        r = self.parameters.call(self.function, theta, batch)
         if not isinstance(r, Tensor):
             raise TypeError(
                 f"{self.name} returned {type(r).__name__}: it must return a tensor, the vector of residuals"
             )
         if r.dim() != 1:
-            hint = "use .flatten()"
-            if r.dim() == 0:
-                hint = "return the residuals themselves, not the sum of their squares"
+            hint = (
+                "return the residuals themselves, not the sum of their squares"
+            )
+            if r.dim():
+                hint = "use .flatten()"
             raise ValueError(
                 f"{self.name} returned a tensor of shape {tuple(r.shape)}: it must return a vector (m,); {hint}"
             )
@@ -192,13 +133,8 @@ class Term:
             raise TypeError(
                 f"{self.name} returned {r.dtype}: residuals are real floating-point numbers"
             )
-        if not r.numel():
+        if not len(r):
             raise ValueError(
                 f"{self.name} returned no residuals: is its batch empty?"
             )
         return r
-
-
-def has_samples(x: object) -> bool:
-    """Whether dimension 0 counts samples. Numbers and 0-d tensors are the same for all samples."""
-    return isinstance(x, Tensor) and x.dim() > 0
