@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import seng
-from seng.distributed.strategies import Averaged, Message, _along
+from seng.distributed.strategies import Averaged, _along
 from seng.distributed.team import Team
 
 CASES = {case.name: case for case in LAYERS}
@@ -684,7 +684,7 @@ def test_a_message_does_not_keep_the_strategy(monkeypatch):
     )
     p = nn.Parameter(torch.ones(3))
     averaged = Averaged(Team("lagged", 2), nn.Linear(1, 1))
-    averaged.message = Message({p: torch.ones(3)})
+    averaged.message = {p: torch.ones(3)}, {}, None
     bucket = SimpleNamespace(
         buffer=lambda: torch.zeros(3), parameters=lambda: [p]
     )

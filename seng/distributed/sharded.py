@@ -8,7 +8,7 @@ more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from seng.distributed.team import Team
 from seng.layers.sites import Segments, Site, is_sharded, like, local, spread
-from seng.linalg.operators import Operator, Shape
+from seng.linalg.operators import Explicit
 
 
 def check_placements(
-    module: nn.Module, params: Iterable[Tensor], strategy: str | None
+    module: nn.Module, params: Sequence[Tensor], strategy: str | None
 ) -> None:
     """Refuse tensor parallelism, and spread parameters under the paper's strategies."""
     sharded: list[Any] = [p for p in params if is_sharded(p)]
@@ -32,24 +32,17 @@ def check_placements(
 
     if strategy in ("block", "lagged"):
         raise ValueError(
-            f"strategy={strategy!r} averages whole directions, and the parameters are "
-            "DTensors, spread over ranks (FSDP2): leave strategy out, which shares one "
-            "basis that is spread as they are"
+            f"strategy={strategy!r} averages whole directions, and the parameters are DTensors, "
+            "spread over ranks (FSDP2): leave strategy out, which shares one basis, spread alike"
         )
-    if not any(isinstance(layer, FSDPModule) for layer in module.modules()):
+    kinds = {type(kind).__name__ for p in sharded for kind in p.placements}
+    fsdp = any(isinstance(layer, FSDPModule) for layer in module.modules())
+    if not fsdp or not kinds <= {"Shard", "Replicate"}:
         raise RuntimeError(
-            "the parameters are DTensors that no fully_shard has made (tensor "
-            "parallelism?): their layers do not see whole gradients, and SENG works "
-            "with FSDP2 and HSDP"
+            "the parameters are DTensors that no fully_shard has made (tensor parallelism?); they "
+            f"lie on their device mesh as {sorted(kinds)}, and their layers do not see whole "
+            "gradients: SENG works with what FSDP2 and HSDP have sharded or replicated"
         )
-    for p in sharded:
-        kinds = {type(placement).__name__ for placement in p.placements}
-        if not kinds <= {"Shard", "Replicate"}:
-            raise RuntimeError(
-                f"a parameter lies on its device mesh as {sorted(kinds)} (tensor "
-                "parallelism?): SENG works with parameters that are sharded or "
-                "replicated, as FSDP2 and HSDP make them"
-            )
 
 
 def holders(p: Any) -> Team:
@@ -60,74 +53,50 @@ def holders(p: Any) -> Team:
         return Team("shared")
     if len(cut) > 1:
         raise RuntimeError(
-            "a parameter is sharded along two dimensions of its device mesh: SENG works "
-            "with one"
+            "a parameter is sharded along two dimensions of its device mesh: SENG works with one"
         )
     group = p.device_mesh.get_group(cut[0])
-    return Team(
-        "shared", dist.get_world_size(group), dist.get_rank(group), group
-    )
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    return Team("shared", size, rank, group)
 
 
 @dataclass(frozen=True)
-class Sharded(Operator):
-    """U ≈ Yᵀ, of which each rank has its own columns of Y."""
+class Sharded(Explicit):
+    """A basis U (n of this rank, k), of which each rank has its own rows.
+
+    `rmv` is this rank's part of Uᵀz: the sum over ranks is sent for all layers at once.
+    """
 
     form = "sharded"
-    exact = (
-        False  # to refine a solve would take a second message at every step
-    )
+    # To refine a solve would take a second message at every step.
+    exact = False
 
-    Y: Tensor  # (k, n of this rank)
-    team: Team  # the ranks that have the others
-
-    @property
-    def shape(self) -> Shape:
-        return 1, 1, self.Y.shape[1]
-
-    @property
-    def values(self) -> Tensor:
-        return self.Y
-
-    def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        yield slice(0, self.n), self.Y
+    team: Team  # the ranks that have the other rows
 
     def across(self, other: Sharded) -> Tensor:
-        """YZᵀ of another."""
-        out = self.Y @ other.Y.T
+        """UᵀV of another V."""
+        out = self.U.T @ other.U
         self.team.sum_([out], "a Gram of spread parameters")
         return out
 
     def gram(self) -> Tensor:
         return self.across(self)
 
-    def rmv(self, z: Tensor) -> Tensor:
-        """This rank's part of Uᵀz: the sum over ranks is sent for all layers at once."""
-        return self.Y @ z
-
     def mixed(self, other: Sharded, W: Tensor) -> Sharded:
         """[U, V]W of another V."""
-        return replace(self, Y=W.T @ torch.cat([self.Y, other.Y]))
+        return replace(self, U=torch.cat([self.U, other.U], 1) @ W)
 
     def halved(self) -> Sharded:
         return self
 
-    def mv(self, c: Tensor) -> Tensor:
-        return c @ self.Y
-
-    def combine(self, V: Tensor) -> Tensor:
-        return V.T @ self.Y
-
 
 def parts_of(U: Sharded, params: Sequence[Tensor]) -> list[Tensor]:
     """A basis as one DTensor (*shape, k) per parameter: checkpoints can spread them anew."""
-    k = U.samples
-    own = [local(p) for p in params]
-    pieces = U.Y.split([part.numel() for part in own], 1)
+    k, own = U.samples, [local(p) for p in params]
     out = []
-    for Y, part, p in zip(pieces, own, params, strict=True):
-        columns = Y.T.reshape(*part.shape, k)
-        out.append(like(columns.contiguous(), p, k))
+    pieces = U.U.split([part.numel() for part in own])
+    for rows, part, p in zip(pieces, own, params, strict=True):
+        out.append(like(rows.reshape(*part.shape, k), p, k))
     return out
 
 
@@ -135,22 +104,19 @@ def from_parts(
     parts: Sequence[Tensor], params: Sequence[Tensor], dtype: torch.dtype
 ) -> Sharded:
     """A basis from one tensor (*shape, k) per parameter; whole tensors are spread."""
-    k = parts[0].shape[-1]
     rows = []
     for t, p in zip(parts, params, strict=True):
         own = local(t) if is_sharded(t) else spread(t.to(p.device), p)
-        rows.append(own.reshape(-1, k))
-    Y = torch.cat(rows).T.to(dtype)
-    return Sharded(Y.contiguous(), holders(params[0]))
+        rows.append(own.reshape(-1, t.shape[-1]))
+    U = torch.cat(rows).to(dtype)
+    return Sharded(U, (1, 1, len(U)), holders(params[0]))
 
 
-def in_use(site: Site, grads: Mapping[nn.Parameter, Tensor]) -> bool:
+def in_use(site: Site, grads: Any) -> bool:
     """Whether a gradient has reached any rank's part of a spread site."""
-    lead, reached = site.lead, int(site.in_use(grads))
-    rows = holders(lead).gathered(
-        [reached], lead.device, "looking at gradients"
-    )
-    return [1] in rows
+    lead, reached = site.lead, [site.in_use(grads)]
+    what = "looking at gradients"
+    return [1] in holders(lead).gathered(reached, lead.device, what)
 
 
 def spread_basis(site: Site, active: Segments, Y: Tensor) -> Sharded:

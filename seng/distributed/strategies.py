@@ -1,7 +1,6 @@
 """How the ranks that train one network share their curvature: chosen once, asked at every refresh.
 
-    Local      one process
-    Shared     one curvature on all ranks, from the samples of all of them
+    Shared     one process, or one curvature on all ranks, from the samples of all of them
     Averaged   the paper's two ways: each rank has its own U_i, and what they make of g is averaged
 
         d = g − (1/𝓜) Σ_i U_i b_i,   b_i = (λI + U_iᵀU_i)⁻¹U_iᵀ ĝ     (eqs. sol-ls-1-dist, Dist-
@@ -16,33 +15,22 @@ product.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from seng.distributed.team import (
-    Team,
-    bits,
-    check_alike,
-    check_weights,
-    team_of,
-)
-from seng.layers.samples import Samples
-from seng.layers.sites import Segment, Site, is_sharded
+from seng.distributed.team import Team, team_of
+from seng.layers.sites import Site, is_sharded
 
-Tensors = dict[nn.Parameter, Tensor]
-Sides = tuple[Tensor, Tensor]
+Tensors = dict[Any, Tensor]  # by parameter
 
 
-@dataclass(frozen=True)
-class SiteCensus:
+class SiteCensus(NamedTuple):
     """What the ranks have captured of a layer."""
 
     counts: list[int]  # samples on every rank
@@ -51,22 +39,8 @@ class SiteCensus:
     captured: bool  # whether any rank's backward reached it
     mismatch: str | None  # why dimension 0 of its input cannot be the sample
 
-    @classmethod
-    def of(
-        cls, codes: Sequence[int], kappa: int, mismatch: str | None
-    ) -> SiteCensus:
-        """From every rank's `Look.code`."""
-        if mismatch is None and -1 in codes:
-            rank = codes.index(-1)
-            mismatch = (
-                f"on rank {rank} dimension 0 of its input is not the sample"
-            )
-        counts = [max(0, code - 1) for code in codes]
-        return cls(counts, sum(counts), kappa, max(codes) > 0, mismatch)
 
-
-@dataclass(frozen=True)
-class Census:
+class Census(NamedTuple):
     """What the ranks have captured for a refresh."""
 
     total: int  # B, of all ranks
@@ -74,325 +48,282 @@ class Census:
     sites: list[SiteCensus]
 
 
-def _check_census(steps: Sequence[int], dampings: Sequence[int]) -> None:
-    if len(set(steps)) > 1:
-        raise RuntimeError(
-            f"the ranks refresh their curvature at different steps: {list(steps)}; each "
-            "must take the same steps"
-        )
-    for rank, damping in enumerate(dampings):
-        if damping != dampings[0]:
-            raise RuntimeError(
-                f"the dampings of rank {rank} are not those of rank 0 at step "
-                f"{steps[0]}: all ranks need the same"
-            )
+class Covered(NamedTuple):
+    """A layer that some rank has curvature of."""
+
+    site: Site
+    active: Any  # its segments
+    rank: Any  # of the sides that are averaged; None where eq. 23 is not used
 
 
-class Local:
-    """A process on its own; what several ranks do beyond that is in the subclasses."""
+class Shared:
+    """One curvature for all; a process on its own has nobody to ask."""
 
     averages = False  # whether directions are averaged at every step
 
-    def __init__(self, team: Team, module: nn.Module) -> None:
+    def __init__(self, team: Team) -> None:
         self.team = team
-        self.met = False  # whether the ranks have compared their weights
-        self.covered: dict[int, Covered] = {}  # alike on all ranks
+        self.met = not team.many  # whether the ranks have compared weights
+        self.covered: dict[int, Covered] = {}  # where `averages`, on any rank
 
     def meet(
-        self,
-        sites: Sequence[Site],
-        account: dict[str, Any],
-        own: dict[str, Any],
-    ) -> list[dict[str, Any]]:
+        self, sites: Sequence[Site], account: dict[str, Any], own: Any
+    ) -> list[Any]:
         """What each rank has of its `own`; refused where they train otherwise."""
         if not self.team.many:
             return [own]
-        layers = []
+        lines = [("strategy", self.team.strategy), *account.items()]
+        lines.append(("layers", len(sites)))
         for site in sites:
-            shapes = tuple(s.shape for s in site.segments)
-            layers.append(f"{site.name} {shapes}")
-        account = {"layers": layers, "strategy": self.team.strategy, **account}
-        return check_alike(self.team, account, own)
+            shapes = [s.shape for s in site.segments]
+            lines.append(("layers", f"{site.name} {shapes}"))
+        told = self.team.told((lines, own), "meeting the other ranks")
+        for rank, (others, _) in enumerate(told):
+            for (key, value), (_, first) in zip(
+                others, told[0][0], strict=False
+            ):
+                if value != first:
+                    raise ValueError(
+                        f"rank {rank} differs from rank 0 in its {key}: {value} where rank 0 has "
+                        f"{first}; all ranks build the same network and the same optimizer"
+                    )
+        return [theirs for _, theirs in told]
+
+    def compare(self, params: Sequence[nn.Parameter]) -> None:
+        """The first time, refuse ranks that train different weights."""
+        if self.met or any(map(is_sharded, params)):
+            return
+        self.met = True
+        own, device = [int(_bits(params))], params[0].device
+        rows = self.team.gathered(own, device, "comparing weights")
+        _check_alike(
+            rows,
+            "weights",
+            ": wrap the network in DistributedDataParallel, which makes them alike, or seed all "
+            "ranks alike before it is built",
+        )
 
     def census(
-        self,
-        samples: Samples,
-        step: int,
-        params: Sequence[nn.Parameter],
-        dampings: Mapping[nn.Parameter, float],
+        self, samples: Any, step: int, params: Any, dampings: Any
     ) -> Census:
         """What each rank has captured; all must be at the same step and damping."""
         self.compare(params)
+        looks = [samples.look(i) for i in range(len(samples.sites))]
         # The hash of floats is the same in every process.
         lam = hash(tuple([dampings[p] for p in params])) % 2**62
-        own = [step, lam, samples.total, int(bool(samples.half))]
-        looks = [samples.look(i) for i in range(len(samples.sites))]
+        own = [step, lam, samples.total, len(samples.half)]
         for look in looks:
             own += look.code, look.kappa
-        what = f"the refresh at step {step}"
-        rows = self.team.gathered(own, samples.device, what)
+        rows, when = [own], f" at step {step}"
+        if self.team.many:
+            rows = self.team.gathered(
+                own, samples.device, "the refresh" + when
+            )
         steps, lams, totals, halves, *rest = zip(*rows, strict=True)
-        _check_census(steps, lams)
+        asked = f": the ranks refresh their curvature at different steps: {list(steps)}"
+        _check_alike(steps, "steps", asked)
+        _check_alike(lams, "dampings", when + ": all ranks need the same")
         sites = []
         for look, codes, kappas in zip(
             looks, rest[::2], rest[1::2], strict=True
         ):
-            sites.append(SiteCensus.of(codes, max(kappas), look.mismatch))
+            mismatch = look.mismatch
+            if mismatch is None and -1 in codes:
+                mismatch = f"on rank {codes.index(-1)} dimension 0 of its input is not the sample"
+            counts = [max(0, code - 1) for code in codes]
+            seen = sum(counts), max(kappas), max(codes) > 0, mismatch
+            sites.append(SiteCensus(counts, *seen))
         return Census(sum(totals), any(halves), sites)
 
-    def compare(self, params: Sequence[nn.Parameter]) -> None:
-        """The first time, refuse ranks that train different weights."""
-        if (
-            self.team.many
-            and not self.met
-            and not any(map(is_sharded, params))
-        ):
-            check_weights(self.team, params)
-        self.met = True
-
-    def loaded(self, state: Sequence[int], device: torch.device) -> bool:
+    def loaded(self, state: list[int], device: torch.device) -> bool:
         """Whether all ranks have loaded the same, so that they can go on from it."""
         rows = self.team.gathered(state, device, "comparing what was loaded")
-        return all(row == rows[0] for row in rows)
-
-    def know(self, covered: Mapping[int, Covered]) -> None:
-        """Note layers that some rank has curvature of; told where `averages`."""
-        self.covered |= covered
-
-    def elsewhere(self, index: int) -> bool:
-        """Whether some rank is known to have the curvature of a layer."""
-        return index in self.covered
+        return rows.count(rows[0]) == len(rows)
 
     def agree(
-        self,
-        states: dict[int, Any],
-        refreshed: Sequence[int],
-        sites: Sequence[Site],
+        self, states: dict[int, Any], refreshed: list[int], sites: list[Site]
     ) -> list[int]:
-        """Make the refreshed states alike; the layers that are to be built anew."""
-        return []
+        """Make the refreshed states alike; the layers that are to be built anew.
+
+        Should rounding have parted the ranks, the first one's holds.
+        """
+        if not self.team.many or not refreshed:
+            return []
+        kept: dict[int, list[Tensor]] = {}
+        own: list[int] = []
+        for i in refreshed:
+            tensors = states[i].tensors()
+            if sites[i].sharded:  # each rank has its own part of U
+                apart = {id(t) for t in states[i].U.tensors()}
+                tensors = [t for t in tensors if id(t) not in apart]
+            kept[i] = tensors
+            own += states[i].columns, int(_bits(tensors))
+        device = sites[0].lead.device
+        rows = self.team.gathered(own, device, "comparing bases")
+        parted = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
+        anew = []
+        for i, width, rest in zip(
+            refreshed, parted[::2], parted[1::2], strict=True
+        ):
+            if width:
+                anew.append(i)
+            elif rest:
+                self.team.from_first(kept[i], "sharing a basis")
+        return anew
 
     def directions(self, grads: Tensors, plan: Any, stamp: Any) -> Tensors:
-        """d for every gradient; asked for where `averages`."""
-        raise NotImplementedError
+        """d for every gradient."""
+        return plan.directions(grads)  # type: ignore[no-any-return]
 
     def ahead(self, plan: Any, stamp: Any) -> None:
         """After a step whose successor does not refresh; where `averages`."""
 
 
-class Shared(Local):
-    """One curvature for all."""
-
-    def agree(
-        self,
-        states: dict[int, Any],
-        refreshed: Sequence[int],
-        sites: Sequence[Site],
-    ) -> list[int]:
-        """Should rounding have parted the ranks, the first one's holds."""
-        if not self.team.many or not refreshed:
-            return []
-        kept, sums = [], []
-        for i in refreshed:
-            tensors = states[i].tensors()
-            if sites[i].sharded:  # each rank has its own part of U
-                own = {id(t) for t in states[i].U.tensors()}
-                tensors = [t for t in tensors if id(t) not in own]
-            kept.append(tensors)
-            sums.append(torch.stack([bits(t) for t in tensors]).sum())
-        device = sites[0].lead.device
-        widths = torch.tensor(
-            [states[i].columns for i in refreshed], device=device
-        )
-        both = torch.cat([widths, torch.stack(sums)])
-        rows = self.team.gathered(both, device, "comparing bases")
-        parted = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
-        anew, count = [], len(refreshed)
-        for place, i in enumerate(refreshed):
-            if parted[
-                place
-            ]:  # rounding has left them with other numbers of columns
-                anew.append(i)
-            elif parted[count + place]:
-                self.team.from_first(kept[place], "sharing a basis")
-        return anew
+# A rank's corrections that travel with the gradients, their mean, and the stamp that both hold for.
+NOTHING: Any = {}, {}, None
 
 
-@dataclass(frozen=True)
-class Covered:
-    """A layer that some rank has curvature of."""
-
-    site: Site
-    active: tuple[Segment, ...]
-    rank: int | None  # of the sides that are averaged, where eq. 23 is used
-
-
-class Averaged(Local):
+class Averaged(Shared):
     """Directions of `block` and `lagged`."""
 
     averages = True
 
     def __init__(self, team: Team, module: nn.Module) -> None:
-        super().__init__(team, module)
-        self.message = Message()
-        self.before: Tensors = {}  # the gradients of the last step
-        self.stamp: Any = None  # under which the message was worked out
+        super().__init__(team)
+        self.message = NOTHING
+        self.before: Tensors = {}  # where lagged: the last step's gradients
+        self.lagged = team.strategy == "lagged"
         self.hooked = False
         ddp = nn.parallel.DistributedDataParallel
         if self.lagged and team.many and isinstance(module, ddp):
-            with suppress(
-                RuntimeError
-            ):  # there is a hook already: sums travel alone
+            # Where there is a hook already, sums travel alone.
+            with suppress(RuntimeError):
                 module.register_comm_hook((team, weakref.ref(self)), _along)
                 self.hooked = True
 
-    @property
-    def lagged(self) -> bool:
-        return self.team.strategy == "lagged"
-
-    def loaded(self, state: Sequence[int], device: torch.device) -> bool:
+    def loaded(self, state: list[int], device: torch.device) -> bool:
         """Never: nobody knows which layers the others have curvature of."""
-        self.covered, self.before, self.message = {}, {}, Message()
-        super().loaded(state, device)
+        self.covered, self.before, self.message = {}, {}, NOTHING
         return False
 
     def agree(
-        self,
-        states: dict[int, Any],
-        refreshed: Sequence[int],
-        sites: Sequence[Site],
+        self, states: dict[int, Any], refreshed: list[int], sites: list[Site]
     ) -> list[int]:
         """Relative dampings refer to the ranks' mean of the largest eigenvalue."""
-        if not self.covered:
-            return []
-        found = [states.get(i) for i in sorted(self.covered)]
-        tops = sites[0].lead.new_zeros(len(found), dtype=torch.float64)
-        for top, state in zip(tops, found, strict=True):
-            if state is not None:
-                top.copy_(state.top)
+        tops = sites[0].lead.new_zeros(len(sites), dtype=torch.float64)
+        for i, state in states.items():
+            tops[i] = state.top
         self.team.mean_([tops], "agreeing on λ")
-        for top, state in zip(tops, found, strict=True):
-            if state is not None:
-                state.top.copy_(top)
+        for i, state in states.items():
+            state.top.copy_(tops[i])
         return []
 
     def directions(self, grads: Tensors, plan: Any, stamp: Any) -> Tensors:
         """What came along with the gradients holds while the stamp is the same."""
-        message, self.message = self.message, Message()
-        if message.arrived and self.stamp == stamp:
-            mean = message.received
-        else:
-            lag = self.before if self.lagged else {}
-            mean = self._mean(
-                {p: lag.get(p, g) for p, g in grads.items()}, plan
-            )
+        sent, mean, stamped = self.message
+        self.message = NOTHING
+        if not mean or mean.keys() != sent.keys() or stamped != stamp:
+            base = {p: self.before.get(p, g) for p, g in grads.items()}
+            mean = self._mean(base, plan)
         if self.lagged:
             self.before = {p: g.clone() for p, g in grads.items()}
-        return {p: g - mean[p] if p in mean else g for p, g in grads.items()}
+        return {
+            p: g - mean[p].to(g.dtype) if p in mean else g
+            for p, g in grads.items()
+        }
 
     def ahead(self, plan: Any, stamp: Any) -> None:
-        """What can be sent along with the next gradients."""
-        self.stamp = stamp
+        """What can be sent along with the next gradients, if they refresh nothing."""
         one_sided = all(c.rank is None for c in self.covered.values())
         if self.hooked and self.before and one_sided:
-            self.message = Message(self._corrections(self.before, plan)[0])
+            self.message = self._corrections(self.before, plan), {}, stamp
 
     def _mean(self, base: Tensors, plan: Any) -> Tensors:
         """(1/𝓜) Σ_i U_i b_i by parameter."""
-        out, sides = self._corrections(base, plan)
-        both = chain(*sides.values())
-        self.team.mean_([*out.values(), *both], "averaging directions")
-        for index, (G, A) in sides.items():
-            covered = self.covered[index]
-            parts = covered.site.scatter(covered.active, (G @ A.mT).flatten())
-            out |= {
-                p: part.to(p.dtype) for p, part in parts.items() if p in base
-            }
+        out = self._corrections(base, plan)
+        self.team.mean_(list(out.values()), "averaging directions")
+        for i, (site, active, rank) in self.covered.items():
+            if rank is not None:
+                d = out[i, "G"] @ out[i, "A"].mT
+                out |= site.scatter(active, d.flatten())
         return out
 
-    def _corrections(
-        self, base: Tensors, plan: Any
-    ) -> tuple[Tensors, dict[int, Sides]]:
+    def _corrections(self, base: Tensors, plan: Any) -> Tensors:
         """This rank's U_i b_i by parameter, or by layer the two sides of eq. 23."""
-        solved: Tensors = plan.directions(base)
+        solved = plan.directions(base)
         out: Tensors = {}
-        sides: dict[int, Sides] = {}
-        for index, covered in sorted(self.covered.items()):
+        for i, covered in sorted(self.covered.items()):
             if covered.rank is not None:
-                sides[index] = _sides(
-                    covered, covered.rank, plan.solver(index), base
-                )
+                sides = _sides(covered, plan.solver(i), base)
+                out[i, "G"], out[i, "A"] = sides
                 continue
             params = [s.param for s in covered.active]
             out |= {p: base[p] - solved[p] for p in params if p in base}
-        return out, sides
+        return out
 
 
-def _sides(covered: Covered, rank: int, solver: Any, base: Tensors) -> Sides:
+def _sides(covered: Covered, solver: Any, base: Tensors) -> list[Tensor]:
     """Gᶜ and Aᶜ of C_U(b), zero where this rank has no curvature of the layer."""
-    site, active, dtype = covered.site, covered.active, covered.site.dtype
-    if solver is None:
-        h, n_G, n_A = site.shape(active)
-        G = site.lead.new_zeros(h, n_G, rank, dtype=dtype)
-        return G, G.new_zeros(h, n_A, rank)
-    g = site.gather(active, base, dtype)
-    b, _ = solver.coefficients(solver.project(g))
-    G, A = solver.U.sides(b.to(dtype))
-    missing = 0, rank - G.shape[-1]
-    return F.pad(G, missing), F.pad(A, missing)
-
-
-class Message:
-    """A rank's corrections, sent along with the gradients, and their mean."""
-
-    def __init__(self, sent: Tensors | None = None) -> None:
-        self.sent = sent or {}
-        self.received: Tensors = {}
-
-    @property
-    def arrived(self) -> bool:
-        return bool(self.sent) and self.received.keys() == self.sent.keys()
+    site, active, rank = covered
+    h, *sizes = site.shape(active)
+    zeros = site.lead.new_zeros
+    out = [zeros(h, n, rank, dtype=site.dtype) for n in sizes]
+    if solver is not None:
+        g = site.gather(active, base, site.dtype)
+        b, _ = solver.coefficients(solver.project(g))
+        for whole, side in zip(
+            out, solver.U.sides(b.to(site.dtype)), strict=True
+        ):
+            whole[..., : side.shape[-1]] = side
+    return out
 
 
 def _along(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations
     """DDP's own mean of a bucket, with ours behind it while the optimizer lives."""
     team, strategy = state
     averaged = strategy()
-    return _sent(
-        team, Message() if averaged is None else averaged.message, bucket
-    )
-
-
-def _sent(team: Team, message: Message, bucket: Any) -> Any:
-    """Send a bucket of gradients and the message's corrections of its parameters."""
-    grads: Tensor = bucket.buffer()
-    sent, received = message.sent, message.received
+    sent, received, _ = NOTHING if averaged is None else averaged.message
+    grads = bucket.buffer()
     extra = {p: sent[p] for p in bucket.parameters() if p in sent}
-    rows = [t.reshape(-1).to(grads.dtype) for t in extra.values()]
-    both = torch.cat([grads, *rows]) if extra else grads
-    both.div_(team.size)
-    reduced = dist.all_reduce(
-        both, group=team.group, async_op=True
-    ).get_future()
+    rows = [grads, *[t.to(grads.dtype) for t in extra.values()]]
+    both = _flatten_dense_tensors(rows).div_(team.size)
+    reduced = dist.all_reduce(both, group=team.group, async_op=True)
 
     # gloo's thread may hold on to this a little longer than the backward takes. It must not hold
-    # the
-    # strategy: an optimizer that is gone on one rank would still be there on another, whose message
-    # would be twice as long.
-    def arrived(done: Any) -> Tensor:
-        whole: Tensor = done.value()[0]
-        if not extra:
-            return whole
-        mean, *parts = whole.split([grads.numel(), *[t.numel() for t in rows]])
-        for (p, t), part in zip(extra.items(), parts, strict=True):
-            received[p] = part.view_as(t).to(t.dtype)
+    # the strategy: an optimizer that is gone on one rank would still be there on another, whose
+    # message would be twice as long.
+    def arrived(done: Any) -> Any:
+        mean, *parts = _unflatten_dense_tensors(done.value()[0], rows)
+        received.update(zip(extra, parts, strict=True))
         return grads.copy_(mean)
 
-    return reduced.then(arrived)
+    return reduced.get_future().then(arrived)
 
 
-def strategy_of(strategy: str | None, module: nn.Module) -> Local:
+def strategy_of(strategy: str | None, module: nn.Module) -> Shared:
     """The strategy of a module's ranks."""
     team = team_of(strategy, module)
-    kind = Averaged if team.averages else Shared if team.pools else Local
-    return kind(team, module)
+    return Averaged(team, module) if team.averages else Shared(team)
+
+
+def _check_alike(values: Sequence[Any], what: str, advice: str) -> None:
+    """Refuse ranks that have something else than the first."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise RuntimeError(
+                f"the {what} of rank {rank} are not those of rank 0{advice}"
+            )
+
+
+def _bits(tensors: Sequence[Tensor]) -> Tensor:
+    """A sum () of all bits: tensors that differ have different ones, but for rare cases.
+
+    It does not depend on the order of summation.
+    """
+    sums = []
+    for t in tensors:
+        # A single number may have any stride.
+        flat = t.detach().contiguous().as_strided((t.numel(),), (1,))
+        words = flat.view(getattr(torch, f"int{8 * min(8, t.itemsize)}"))
+        sums.append(words.sum(dtype=torch.int64).to(tensors[0].device))
+    return torch.stack(sums).sum()

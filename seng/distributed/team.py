@@ -18,28 +18,26 @@ DistributedDataParallel averages the ranks' gradients, however many samples each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from seng.layers.sites import is_sharded
 
-Strategy = Literal["local", "shared", "block", "lagged"]
-STRATEGIES = ("shared", "block", "lagged")
-BUCKET = 2**24  # numbers that are reduced in one message
+BUCKET = 2**26  # bytes after which another message begins
 
 
 @dataclass(frozen=True)
 class Team:
     """The ranks that train one network. All of them call its methods, in the same order."""
 
-    strategy: Strategy = "local"
+    strategy: str = "local"  # or shared, block, lagged
     size: int = 1  # 𝓜
     rank: int = 0
     group: Any = None  # a process group; None is the default one
@@ -60,36 +58,28 @@ class Team:
         return self.strategy in ("block", "lagged")
 
     def _send(
-        self,
-        what: str,
-        collective: Callable[..., Any],
-        *args: Any,
-        **options: Any,
+        self, what: str, collective: Callable[..., Any], *args: Any
     ) -> None:
         """Call one of torch's collectives; an error of it says what it was about."""
         if not self.many:
             return
         try:
-            collective(*args, group=self.group, **options)
+            collective(*args, group=self.group)
         except torch.OutOfMemoryError:  # which is nobody else's doing
             raise
         except (RuntimeError, OSError) as why:
             said = str(why).strip() or type(why).__name__
             raise RuntimeError(
-                f"SENG, rank {self.rank} of {self.size}: {what} did not come about; "
-                "another rank has failed, is not there, or takes other steps "
-                f"({said.splitlines()[0]})"
+                f"SENG, rank {self.rank} of {self.size}: {what} did not come about; another rank "
+                f"has failed, is not there, or takes other steps ({said.splitlines()[0]})"
             ) from why
 
     def gathered(
-        self, row: Sequence[int] | Tensor, device: torch.device, what: str
+        self, row: Any, device: torch.device, what: str
     ) -> list[list[int]]:
         """Every rank's integers."""
-        own = torch.as_tensor(row, dtype=torch.int64, device="cpu")
-        if not self.many:
-            return [own.tolist()]
-        own = own.to(device)
-        rows = [torch.empty_like(own) for _ in range(self.size)]
+        own = torch.as_tensor(row, dtype=torch.int64, device=device)
+        rows = [own.clone() for _ in range(self.size)]
         self._send(what, dist.all_gather, rows, own)
         return [line.tolist() for line in rows]
 
@@ -99,181 +89,83 @@ class Team:
         self._send(what, dist.all_gather_object, values, value)
         return values
 
-    def sum_(self, tensors: Sequence[Tensor], what: str) -> None:
+    def sum_(self, tensors: list[Tensor], what: str) -> None:
         """Each tensor becomes its sum over the ranks; small ones travel together."""
-        if not self.many:
+        if not self.many or not tensors:
             return
-        for batch in _batches(tensors):
-            if len(batch) == 1 and batch[0].is_contiguous():
-                self._send(what, dist.all_reduce, batch[0])
-                continue
-            flat = torch.cat([t.reshape(-1) for t in batch])
+        together: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+        for indices in together(tensors, [BUCKET])[0]:
+            batch = [tensors[i] for i in indices]
+            flat = _flatten_dense_tensors(batch)
             self._send(what, dist.all_reduce, flat)
-            parts = flat.split([t.numel() for t in batch])
-            for t, part in zip(batch, parts, strict=True):
-                t.copy_(part.view_as(t))
+            torch._foreach_copy_(batch, _unflatten_dense_tensors(flat, batch))
 
-    def mean_(self, tensors: Sequence[Tensor], what: str) -> None:
+    def mean_(self, tensors: list[Tensor], what: str) -> None:
         """Each tensor becomes its mean over the ranks."""
         self.sum_(tensors, what)
-        if self.many and tensors:
-            torch._foreach_div_(list(tensors), self.size)
+        if tensors:
+            torch._foreach_div_(tensors, self.size)
 
     def max_(self, t: Tensor, what: str) -> None:
         """A tensor becomes the largest of the ranks', number by number."""
         self._send(what, dist.all_reduce, t, dist.ReduceOp.MAX)
 
     def exchanged(
-        self,
-        parts: Sequence[Sequence[Tensor]],
-        sizes: Sequence[list[int]],
-        none: Tensor,
-        what: str,
-    ) -> list[tuple[Tensor, ...]]:
-        """Send parts[i] to rank i, and receive tensors of sizes[i] numbers from it.
+        self, sent: Tensor, to: list[int], due: list[int], what: str
+    ) -> Tensor:
+        """Send the next to[i] numbers to rank i, and receive due[i] numbers from it."""
+        came = sent.new_empty(sum(due)) if self.many else sent
+        self._send(what, dist.all_to_all_single, came, sent, due, to)
+        return came
 
-        `none` is a tensor of their type without numbers, for ranks that have nothing to send.
-        """
-        flat = [
-            torch.cat([none, *[t.flatten() for t in some]]) for some in parts
-        ]
-        came = sent = torch.cat(flat)
-        totals = [sum(some) for some in sizes]
-        if self.many:
-            counts = [part.numel() for part in flat]
-            came = sent.new_empty(sum(totals))
-            self._send(
-                what, dist.all_to_all_single, came, sent, totals, counts
-            )
-        received = zip(came.split(totals), sizes, strict=True)
-        return [numbers.split(some) for numbers, some in received]
-
-    def from_first(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Each tensor becomes the first rank's."""
-        for t in tensors:
-            whole = t.contiguous()
-            self._send(what, dist.broadcast, whole, group_src=0)
-            if whole is not t:
-                t.copy_(whole)
+    def from_first(self, tensors: list[Tensor], what: str) -> None:
+        """Each tensor becomes the first rank's: the others add zeros to it."""
+        for t in tensors if self.rank else ():
+            t.zero_()
+        self.sum_(tensors, what)
 
 
 ALONE = Team()
 
 
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one type, as long as they are few numbers."""
-    for _, alike in groupby(tensors, lambda t: (t.dtype, t.device)):
-        batch: list[Tensor] = []
-        room = BUCKET
-        for t in alike:
-            room -= t.numel()
-            if batch and room < 0:
-                yield batch
-                batch, room = [], BUCKET - t.numel()
-            batch.append(t)
-        yield batch
-
-
 def team_of(strategy: str | None, module: nn.Module | None) -> Team:
     """The ranks of a module: those of its DistributedDataParallel, or all of them."""
-    if strategy not in (None, "local", *STRATEGIES):
+    if strategy not in (None, "local", "shared", "block", "lagged"):
         raise ValueError(
-            f"unknown strategy {strategy!r}; there are 'local' (one process), "
-            "'shared', 'block' and 'lagged'"
+            f"unknown strategy {strategy!r}; there are 'local' (one process), 'shared', 'block' "
+            "and 'lagged'"
         )
-    wrapped = isinstance(module, nn.parallel.DistributedDataParallel)
-    mesh = None if module is None else _mesh(module)
-    group: Any = module.process_group if wrapped else None  # type: ignore[union-attr]
-    if mesh is not None and mesh.ndim == 1:
-        group = mesh.get_group()
     there = dist.is_available() and dist.is_initialized()
+    mesh = _mesh(module)
+    group: Any = None
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        group = module.process_group
+    elif mesh is not None and mesh.ndim == 1:
+        group = mesh.get_group()
     size = dist.get_world_size(group) if there else 1
-    if (
-        size == 1
-    ):  # a shared basis of one rank, or the mean over it, is its own
-        alone: Strategy = "lagged" if strategy == "lagged" else "local"
+    if size == 1:
+        # A shared basis of one rank, or the mean over it, is its own.
+        alone = "lagged" if strategy == "lagged" else "local"
         return Team(alone if mesh is None else "shared")
     if strategy != "local":
-        rank = dist.get_rank(group)
-        return Team(strategy or "shared", size, rank, group)  # type: ignore[arg-type]
-    if wrapped or mesh is not None:
+        return Team(strategy or "shared", size, dist.get_rank(group), group)
+    if group is not None or mesh is not None:
         raise RuntimeError(
-            f"strategy='local' is one process, and this network is trained by {size}: "
-            "ranks with curvatures of their own would drift apart; leave strategy out, "
-            "and they share one"
+            f"strategy='local' is one process, and this network is trained by {size}: ranks with "
+            "curvatures of their own would drift apart; leave strategy out, and they share one"
         )
     return ALONE  # networks that have nothing to do with each other
 
 
-def _mesh(module: nn.Module) -> Any:
+def _mesh(module: nn.Module | None) -> Any:
     """The device mesh on which the parameters lie, if they are spread over ranks."""
-    params: Any = module.parameters()
+    params: Any = () if module is None else module.parameters()
     meshes = {p.device_mesh for p in params if is_sharded(p)}
-    if len(meshes) > 1:
-        raise RuntimeError(
-            f"the parameters lie on {len(meshes)} device meshes: SENG works with one"
-        )
-    mesh = next(iter(meshes), None)
-    if (
-        mesh is not None
-        and mesh.ndim > 1
-        and mesh.size() != dist.get_world_size()
-    ):
-        raise RuntimeError(
-            f"the device mesh {mesh} has not all of the {dist.get_world_size()} ranks: "
-            "SENG works with all"
-        )
-    return mesh
-
-
-def check_alike(
-    team: Team, account: dict[str, Any], own: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Every rank's `own`; refused where their accounts of themselves differ."""
-    told = team.told((account, own), "meeting the other ranks")
-    first, _ = told[0]
-    for rank, (other, _) in enumerate(told):
-        for key, value in other.items():
-            if value != first[key]:
-                raise ValueError(
-                    f"rank {rank} differs from rank 0 in its {key}: "
-                    f"{_first_difference(value, first[key])}; all ranks build the same "
-                    "network and the same optimizer"
-                )
-    return [theirs for _, theirs in told]
-
-
-def _first_difference(ours: Any, theirs: Any) -> str:
-    if isinstance(ours, list) and isinstance(theirs, list):
-        pairs = zip(ours, theirs, strict=False)
-        lengths = len(ours), len(theirs)
-        ours, theirs = next(
-            (pair for pair in pairs if pair[0] != pair[1]), lengths
-        )
-    return f"{ours} where rank 0 has {theirs}"
-
-
-def check_weights(team: Team, params: Sequence[Tensor]) -> None:
-    """Refuse ranks that start from different weights: they would train different networks."""
-    device = params[0].device
-    own = torch.stack([bits(p.detach()).to(device) for p in params])
-    rows = team.gathered(own.sum()[None], device, "comparing weights")
-    other = [rank for rank, row in enumerate(rows) if row != rows[0]]
-    if other:
-        raise RuntimeError(
-            f"the weights of rank {other[0]} are not those of rank 0: wrap the network "
-            "in DistributedDataParallel, which makes them alike, or seed all ranks "
-            "alike before it is built"
-        )
-
-
-def bits(t: Tensor) -> Tensor:
-    """A sum () of all bits: tensors that differ have different ones, but for rare cases.
-
-    It does not depend on the order of summation.
-    """
-    # A single number may have any stride.
-    flat = t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)
-    aligned = flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0
-    words = flat.view(torch.int32) if aligned else flat
-    return words.sum(dtype=torch.int64)
+    for mesh in meshes:
+        size, ranks = mesh.size(), dist.get_world_size()
+        if len(meshes) > 1 or (mesh.ndim > 1 and size != ranks):
+            raise RuntimeError(
+                f"the parameters lie on {len(meshes)} device meshes, one of {size} of the {ranks} "
+                "ranks: SENG works with one mesh; of several dimensions, it has all ranks"
+            )
+        return mesh

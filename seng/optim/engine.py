@@ -233,7 +233,7 @@ class Engine:
         """Layers in use without curvature ask for a refresh; whether any is left."""
         bare = False
         for record in self.records:
-            if record.settled or self.strategy.elsewhere(record.index):
+            if record.settled or record.index in self.strategy.covered:
                 continue
             record.owed = in_use(record.site, grads)
             bare = bare or bool(record.site.active())

@@ -89,7 +89,7 @@ def _know(engine: Engine, found: Sequence[int], seen: Census) -> None:
         dims = site_dims(site, of_site.kappa, max(of_site.counts))
         (plan,) = engine.metric.plan([dims])
         covered[i] = Covered(site, site.active(), engine.metric.sides(plan))
-    engine.strategy.know(covered)
+    engine.strategy.covered |= covered
 
 
 def _layer(

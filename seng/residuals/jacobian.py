@@ -104,7 +104,7 @@ class TermJacobian:
                 blocks = [X for _, X in self._matrix(Jv[columns], v, ROWS)]
                 yield slice(0, m), torch.cat(blocks).T
                 return
-        with Allocated() as allocated:
+        with Allocated() as allocated:  # type: ignore[no-untyped-call]
             r, theta = self._graph()
         most = self.room // (COPIES * theta.nbytes + allocated.bytes)
         for rows, X in self._matrix(r, theta, min(ROWS, most)):
@@ -201,7 +201,7 @@ def find_layout(part: TermJacobian) -> Layout:
         raise MixedSamplesError(f"{len(r)} residuals of {count} samples")
     order = torch.arange(len(r), device=r.device)
     picked = order[[0, B // 2, B - 1]].unique()
-    with Allocated() as allocated:
+    with Allocated() as allocated:  # type: ignore[no-untyped-call]
         J, s = part.of_samples(picked)
     s = s.flatten()
     v = torch.linspace(1, 2, len(s)).to(r)

@@ -234,7 +234,8 @@ class LeastSquares:
         if not self._warned:
             self._warned = True
             warn(
-                f"a step was refused, since {what} not finite; the parameters stay as they were (report.accepted is False; said once)"
+                f"a step was refused, since {what} not finite; the parameters stay as they were "
+                "(report.accepted is False; said once)"
             )
         return report, None
 

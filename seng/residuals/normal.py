@@ -39,7 +39,7 @@ def linearize(terms: list[Term], batches: Any, memory: int) -> Linearization:
     theta = terms[0].parameters.theta()
     room = min(memory // 4, GPU_CHUNK if theta.is_cuda else CHUNK)
     parts = []
-    for term, batch in zip(terms, batches):
+    for term, batch in zip(terms, batches, strict=True):
         if not isinstance(batch, (tuple, list)):
             batch = (batch,)
         parts.append(TermJacobian(term, batch, theta, room))
@@ -115,9 +115,8 @@ class Linearization(Operator):
 
     def _by_part(self, rows: Tensor) -> Iterator[tuple[TermJacobian, Tensor]]:
         """Each term with its own of the m rows."""
-        return zip(
-            self.parts, rows.split([len(part.r) for part in self.parts])
-        )
+        sizes = [len(part.r) for part in self.parts]
+        return zip(self.parts, rows.split(sizes), strict=True)
 
 
 class NormalEquations:
@@ -134,7 +133,7 @@ class NormalEquations:
             self.by_samples = True
         if self.by_samples:
             size = U.samples
-            blocks = (X for _, X in self.Xi.rows())
+            blocks: Iterator[Tensor] = (X for _, X in self.Xi.rows())
         else:
             size = U.n
             blocks = U.columns()
