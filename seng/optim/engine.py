@@ -57,7 +57,6 @@ class Engine:
         self.strategy = strategy_of(settings.strategy, module)
         self.notices = Notices(settings.strict)
         self.clock = Clock(torch.initial_seed() % 2**63)  # read, not drawn
-        self.sites: list[Site] = []
         self.records: list[LayerRecord] = []
         device = next(module.parameters()).device
         self.on_gpu = device.type == "cuda"
@@ -76,21 +75,23 @@ class Engine:
         check_placements(self.module, params, self.strategy.team.strategy)
         sites, uncovered = self._survey(params)
         self._meet(sites)
-        old = {record.site.lead: record for record in self.records}
-        before, last = (self.state() if old else {}), self.clock.last_refresh
-        if old:
+        before = {_identity(r.site): r for r in self.records}
+        if before:
             self.collector.remove()
-        self.trained, self.sites, self.uncovered = params, sites, uncovered
+        self.trained, self.uncovered = params, uncovered
+        self.records = []
+        for i, site in enumerate(sites):
+            record = before.get(_identity(site)) or LayerRecord(i, site)
+            record.index = i
+            self.records.append(record)
+        self.sites = [record.site for record in self.records]
         # Worked out here: while it is traced, a DTensor does not look like one.
         self.spread = any(site.sharded for site in sites)
-        self.recorder.forget()  # recordings hold on to sites of before
-        self._forget()
+        self.recorder.forget()  # recordings hold on to layers of before
+        self.cache = StepCache()
         self.collector = self._collector()
-        if old:
-            self.load_state(before)
-            for record in self.records:
-                record.restore(old.get(record.site.lead))
-        self.clock.last_refresh = last
+        if before:
+            self._resume(self.clock.missed)
         self._arm()
 
     def _survey(self, params: Params) -> tuple[list[Site], dict[str, str]]:
@@ -136,13 +137,6 @@ class Engine:
             stream=partial(_stream, self.clock),
             per_sample=self.metric.per_sample,
         )
-
-    def _forget(self) -> None:
-        """Begin with layers of which nothing is known."""
-        self.records = [
-            LayerRecord(i, site) for i, site in enumerate(self.sites)
-        ]
-        self.cache = StepCache()
 
     @property
     def device(self) -> torch.device:
@@ -207,33 +201,36 @@ class Engine:
     ) -> StepPlan:
         """The solvers of all layers that have a state and a gradient."""
         used = [record for record in self.records if record.uses(grads)]
-        self._solve_anew([(r, r.site.damping(dampings)) for r in used])
-        solves = [record.solve() for record in used]
+        stale = {}
+        for record in used:
+            wanted = id(record.state), record.site.damping(dampings)
+            if record.solved != wanted or self.metric.together:
+                stale[record.index] = wanted
+        if stale:
+            self._solve_anew(stale)
         old = self.cache.plan
-        if old is not None and not traced and old.holds(solves, grads):
+        if old is not None and not traced and old.holds(used, grads):
             return old
-        return plan_of(solves, grads, self.metric, updates, traced)
+        return plan_of(used, grads, self.metric, updates, traced)
 
-    def _solve_anew(self, pairs: list[tuple[LayerRecord, float]]) -> None:
-        """New solvers for the layers whose state or damping has changed."""
-        stale = [
-            (r, lam) for r, lam in pairs if r.solved != (id(r.state), lam)
-        ]
-        if not stale:
-            return
-        if self.metric.together:
-            stale = pairs
-        states, lams = [r.state for r, _ in stale], [lam for _, lam in stale]
+    def _solve_anew(self, stale: dict[int, Any]) -> None:
+        """New solvers for layers whose state or damping has changed."""
+        records = [self.records[i] for i in stale]
+        states = [record.state for record in records]
+        lams = [lam for _, lam in stale.values()]
         found = self.metric.solvers(states, lams, self.recorder)
-        for (r, lam), solver in zip(stale, found, strict=True):
-            r.solver = settle(r.solver, solver) if self.on_gpu else solver
-            r.solved = id(r.state), lam
+        for record, solver in zip(records, found, strict=True):
+            new = settle(record.solver, solver) if self.on_gpu else solver
+            record.solver, record.solved = new, stale[record.index]
+            record.dtype = record.state.dtype or record.site.dtype
 
     def _bare(self, grads: Gradients) -> bool:
         """Layers in use without curvature ask for a refresh; whether any is left."""
         bare = False
         for record in self.records:
-            if record.settled or record.index in self.strategy.covered:
+            told = record.refused is not None or record.owed
+            elsewhere = record.index in self.strategy.covered
+            if record.state is not None or told or elsewhere:
                 continue
             record.owed = in_use(record.site, grads)
             bare = bare or bool(record.site.active())
@@ -246,7 +243,7 @@ class Engine:
     ) -> Directions:
         """d for every gradient."""
         if self.strategy.averages:
-            stamp = self._stamp(dampings)
+            stamp = dampings, self.clock.renewals
             out = self.strategy.directions(dict(grads), plan, stamp)
         else:
             out = plan.directions(grads)
@@ -254,22 +251,15 @@ class Engine:
             self._note(plan, grads, out)
         return out
 
-    def _stamp(self, dampings: Dampings) -> Any:
-        """What averaged directions depend on beside the gradients."""
-        return tuple(dampings.values()), self.clock.renewals
-
-    def _note(
-        self, plan: StepPlan, grads: Gradients, directions: Gradients
-    ) -> None:
+    def _note(self, plan: StepPlan, grads: Gradients, ds: Gradients) -> None:
         """What diagnostics will tell of this refresh."""
         refreshed, self.cache.refreshed = self.cache.refreshed, []
-        for solve in plan.solves:
-            if solve.index in refreshed:
-                g, d = solve.gather(grads), solve.gather(directions)
-                compared = compare(g, d, solve.site)
-                timer = self.collector.samples.timer(solve.index)
-                last = Refresh(self.clock.steps, timer, compared)
-                self.records[solve.index].refresh = last
+        for record in plan.solves:
+            if record.index in refreshed:
+                g, d = record.gather(grads), record.gather(ds)
+                timer = self.collector.samples.timer(record.index)
+                compared = compare(g, d, record.site)
+                record.refresh = Refresh(self.clock.steps, timer, compared)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def advance(self, dampings: Dampings) -> None:
@@ -279,7 +269,7 @@ class Engine:
         clock.steps += not idle
         self._arm(begin=False)
         if self.strategy.averages and not clock.due and plan is not None:
-            self.strategy.ahead(plan, self._stamp(dampings))
+            self.strategy.ahead(plan, (dampings, clock.renewals))
 
     def refresh(self, grads: Gradients, dampings: Dampings) -> list[int]:
         """New states for all layers that were captured; those that succeeded."""
@@ -312,8 +302,10 @@ class Engine:
         return succeeded
 
     def take_plain(self, i: int, why: str) -> None:
-        self.notices.plain(self.sites[i].name, why)
-        self.records[i].refuse(why)
+        """A layer takes the plain gradient from now on."""
+        record = self.records[i]
+        self.notices.plain(record.site.name, why)
+        record.state, record.refused, record.owed = None, why, False
 
     def _keep(self, site: Site, U: Operator) -> Operator:
         """What of a capture waits until step()."""
@@ -343,15 +335,11 @@ class Engine:
         """
         clock = self.clock
         common = {
-            "step": clock.steps,
-            "seed": clock.seed,
-            "missed": clock.missed,
+            "step": torch.tensor(clock.steps, device="cpu"),
+            "seed": torch.tensor(clock.seed, device="cpu"),
+            "missed": torch.tensor(clock.missed, device="cpu"),
         }
-        out: Saved = {}
-        for p in self.trained:
-            out[p] = {
-                k: torch.tensor(v, device="cpu") for k, v in common.items()
-            }
+        out: Saved = {p: dict(common) for p in self.trained}
         for record in self.records:
             out[record.site.lead] |= save_record(record, record.site)
         return out
@@ -359,18 +347,27 @@ class Engine:
     def load_state(self, state: Mapping[nn.Parameter, Any]) -> None:
         """Continue from `state()`; a layer without an entry starts afresh."""
         clock, missed = self.clock, False
-        self._forget()
+        self.cache = StepCache()
+        self.records = []
         clock.last_refresh = None
-        for record in self.records:
-            entry = state.get(record.site.lead, {})
+        for i, site in enumerate(self.sites):
+            entry = state.get(site.lead, {})
             if "step" in entry:
                 clock.steps = int(entry["step"])
                 clock.seed = int(entry.get("seed", clock.seed))
                 missed = bool(entry.get("missed", False))
-            load_record(record, record.site, entry, self.metric)
+            record = LayerRecord(i, site)
+            load_record(record, site, entry, self.metric)
+            self.records.append(record)
+        self._resume(missed)
+        self._arm()
+
+    def _resume(self, missed: bool) -> None:
+        """Go on with the layers' states, if all ranks can."""
+        clock = self.clock
         kept = [r.index for r in self.records if r.state is not None]
+        owed = sum(record.owed for record in self.records)
         clock.missed = (missed or not kept) and self.metric.captures
-        owed = sum(r.owed for r in self.records)
         clock.owed = owed > 0
         loaded = hash(tuple(kept)) % 2**62
         common = [clock.steps, int(clock.missed), loaded, owed]
@@ -380,7 +377,12 @@ class Engine:
                 record.state, record.owed = None, False
             clock.missed, clock.owed = True, False
         clock.loaded = any(p.grad is not None for p in self.trained)
-        self._arm()
+
+
+def _identity(site: Site) -> Any:
+    """Equal for layers that were found again."""
+    layers = [(member.module, member.kind) for member in site.members]
+    return (*layers, *[segment.param for segment in site.segments])
 
 
 def _stream(clock: Clock, call: int) -> int:

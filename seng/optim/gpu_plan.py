@@ -19,7 +19,7 @@ from seng.layers.kinds import ROWS
 from seng.layers.sites import is_sharded
 from seng.optim.step_plan import (
     Gradients,
-    LayerSolve,
+    LayerRecord,
     StepPlan,
 )
 
@@ -28,10 +28,12 @@ class GpuPlan(StepPlan):
     """The same solves with few launches."""
 
     def __init__(
-        self, solves: Sequence[LayerSolve], grads: Gradients, updates: bool
+        self, solves: Sequence[LayerRecord], grads: Gradients, updates: bool
     ) -> None:
         super().__init__(solves)
         self.given = list(map(id, grads))
+        self.kept = [s.solver for s in solves]  # so that no other has its id
+        self.served = [(id(s.solver), s.active) for s in solves]
         items = _items(solves, grads)
         self.members = [s for s in solves if s.index in items]
         self.params = [
@@ -46,16 +48,11 @@ class GpuPlan(StepPlan):
             self.params += [item.pieces[0].param for item in plain]  # type: ignore[misc]
             self.kernels = Grouped([*items.values(), *plain])
 
-    def holds(self, solves: Sequence[LayerSolve], grads: Gradients) -> bool:
+    def holds(self, solves: Sequence[LayerRecord], grads: Gradients) -> bool:
         if self.given != list(map(id, grads)):
             return False
-        known = {s.index: (s.solver, s.active) for s in self.solves}
-        new = {s.index: (s.solver, s.active) for s in solves}
-        if known.keys() != new.keys():
+        if self.served != [(id(s.solver), s.active) for s in solves]:
             return False
-        for i, (solver, active) in new.items():
-            if known[i][0] is not solver or known[i][1] != active:
-                return False
         if self.kernels is not None:
             cores = _cores(self.members)
             items = self.kernels.items[: len(cores)]
@@ -76,7 +73,7 @@ class GpuPlan(StepPlan):
 class RecordedPlan(StepPlan):
     """Solves one after the other, recorded at the second step."""
 
-    def __init__(self, solves: Sequence[LayerSolve]) -> None:
+    def __init__(self, solves: Sequence[LayerRecord]) -> None:
         super().__init__(solves)
         self.params = [p for solve in self.solves for p in solve.params]
         self.called = False
@@ -120,7 +117,7 @@ class RecordedPlan(StepPlan):
         self.graph = record(self.solves[0].site.lead.device, run)
 
 
-def _items(solves: Sequence[LayerSolve], grads: Gradients) -> dict[int, Item]:
+def _items(solves: Sequence[LayerRecord], grads: Gradients) -> dict[int, Item]:
     """The layers that the kernels serve, by their index."""
     if not available(solves[0].site.lead.device):
         return {}
@@ -135,7 +132,7 @@ def _items(solves: Sequence[LayerSolve], grads: Gradients) -> dict[int, Item]:
     return found
 
 
-def _served(solve: LayerSolve) -> bool:
+def _served(solve: LayerRecord) -> bool:
     """Whether d = g − Yᵀ(C(Yg)), and parameters lie as the layer's matrix does."""
     solver: Any = solve.solver
     basis = getattr(solver, "basis", None)
@@ -143,7 +140,7 @@ def _served(solve: LayerSolve) -> bool:
     return basis is not None and in_order
 
 
-def _item(solve: LayerSolve, core: Tensor) -> Item:
+def _item(solve: LayerRecord, core: Tensor) -> Item:
     """A layer as the kernels take it."""
     solver: Any = solve.solver
     h, n_G, _ = solve.site.shape(solve.active)
@@ -176,7 +173,7 @@ def _plain_items(
     return out
 
 
-def _cores(solves: Sequence[LayerSolve]) -> list[Tensor]:
+def _cores(solves: Sequence[LayerRecord]) -> list[Tensor]:
     """C of d = g − Yᵀ(C(Yg)) for U = scale·Yᵀ, those of one size at once."""
     sizes: dict[int, list[int]] = {}
     solvers: list[Any] = [s.solver for s in solves]

@@ -62,17 +62,6 @@ class StepCache:
     plan: StepPlan | None = None
     refreshed: Sequence[int] = ()  # layers whose directions are to be compared
 
-    def keep(
-        self,
-        key: Any,
-        plan: StepPlan,
-        refreshed: Sequence[int],
-        complete: bool,
-    ) -> None:
-        """An incomplete one, with layers that still want curvature, is not reused."""
-        self.key = key if complete else None
-        self.plan, self.refreshed = plan, refreshed
-
 
 # Why these two: docs/tuning.md. On digits no other value is better beyond the noise of the seeds.
 DAMPING = 0.01  # of each layer's largest eigenvalue, or of P's mean one

@@ -31,36 +31,11 @@ Dampings = Mapping[nn.Parameter, float]
 Directions = dict[nn.Parameter, Tensor]
 
 
-@dataclass(frozen=True)
-class LayerSolve:
-    """One layer at one step."""
-
-    index: int
-    site: Site
-    active: Segments  # what its state was built over
-    solver: Any  # g (n,) -> d (n,)
-    dtype: torch.dtype  # of the solver, whatever the parameters have become
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        return [segment.param for segment in self.active]
-
-    def gather(self, grads: Gradients) -> Tensor:
-        """g (n,)."""
-        return self.site.gather(self.active, grads, self.dtype)
-
-    def scatter(self, d: Tensor, grads: Gradients, out: Directions) -> None:
-        """d (n,) into `out`, for the parameters that have a gradient."""
-        for p, part in self.site.scatter(self.active, d).items():
-            if p in grads:
-                out[p] = part.to(p.dtype)
-
-
 class StepPlan:
     """The solves of one step, one after the other."""
 
     def __init__(
-        self, solves: Sequence[LayerSolve], pool: Pool | None = None
+        self, solves: Sequence[LayerRecord], pool: Pool | None = None
     ) -> None:
         self.solves, self.pool = list(solves), pool
 
@@ -68,7 +43,7 @@ class StepPlan:
         """The solver of a layer, if it has one."""
         return next((s.solver for s in self.solves if s.index == index), None)
 
-    def holds(self, solves: Sequence[LayerSolve], grads: Gradients) -> bool:
+    def holds(self, solves: Sequence[LayerRecord], grads: Gradients) -> bool:
         """Whether it serves these too: the same solvers, rewritten in place."""
         return False
 
@@ -98,7 +73,7 @@ class StepPlan:
             s.scatter(d, grads, out)
 
 
-def over_ranks(solves: Sequence[LayerSolve]) -> Pool:
+def over_ranks(solves: Sequence[LayerRecord]) -> Pool:
     """Uᵀg of parameters that are spread over ranks, in one message per team."""
     teams = [s.solver.U.team if s.site.sharded else ALONE for s in solves]
 
@@ -117,7 +92,7 @@ def over_layers(cs: list[Tensor]) -> list[Tensor]:
 
 
 def plan_of(
-    solves: Sequence[LayerSolve],
+    solves: Sequence[LayerRecord],
     grads: Gradients,
     metric: Metric,
     updates: bool,
@@ -158,13 +133,9 @@ def compare(g: Tensor, d: Tensor, site: Site) -> Tensor:
     return torch.where(size == 0, 1, torch.stack([cosine, ratio]))
 
 
-# What a checkpoint leaves out.
-UNSAVED = ["plan", "refresh", "dropped", "failed", "state", "solver", "solved"]
-
-
 @dataclass
 class LayerRecord:
-    """One layer: its state and what that was built over, or why it has none."""
+    """One layer: its state and solver, or why it has none."""
 
     index: int
     site: Site
@@ -177,32 +148,33 @@ class LayerRecord:
     checked: bool = False  # whether its samples add up to the gradient
     dropped: int = 0  # refreshes that were not finite
     failed: int = 0  # solves of earlier states that fell back to the gradient
-    solver: Any = None
+    solver: Any = None  # g (n,) -> d (n,)
     solved: Any = None  # the state and the damping that the solver is for
+    dtype: Any = None  # of the solver, whatever the parameters have become
     other: bool = False  # whether what was loaded is of another kind
 
     @property
-    def settled(self) -> bool:
-        """Whether it is known what the layer does."""
-        return self.state is not None or self.refused is not None or self.owed
+    def params(self) -> list[nn.Parameter]:
+        return [segment.param for segment in self.active]
 
     @property
     def failures(self) -> Any:
         """How many solves of its state fell back to the gradient."""
         return 0 if self.state is None else self.state.failures
 
+    def gather(self, grads: Gradients) -> Tensor:
+        """g (n,)."""
+        return self.site.gather(self.active, grads, self.dtype)
+
+    def scatter(self, d: Tensor, grads: Gradients, out: Directions) -> None:
+        """d (n,) into `out`, for the parameters that have a gradient."""
+        for p, part in self.site.scatter(self.active, d).items():
+            if p in grads:
+                out[p] = part.to(p.dtype)
+
     def uses(self, grads: Gradients) -> bool:
         """Whether it has a state and a gradient to solve with."""
-        if self.state is None:
-            return False
-        return any(s.param in grads for s in self.active)
-
-    def solve(self) -> LayerSolve:
-        """What a step does with it."""
-        dtype = self.state.dtype or self.site.dtype
-        return LayerSolve(
-            self.index, self.site, self.active, self.solver, dtype
-        )
+        return self.state is not None and any(p in grads for p in self.params)
 
     def install(self, state: State, active: Segments, on_gpu: bool) -> None:
         """A new state; on a GPU at the old one's place, where recordings read."""
@@ -215,22 +187,12 @@ class LayerRecord:
         self.state, self.active = state, active
         self.owed, self.refused, self.solved = False, None, None
 
-    def refuse(self, why: str) -> None:
-        """It takes the plain gradient from now on."""
-        self.state, self.refused, self.owed = None, why, False
-
     def previous(self, active: Segments) -> State | None:
         """The state of before, if it is one of the same parameters and precision."""
         if self.state is None or self.active != active:
             return None
         alike = self.state.dtype in (self.site.dtype, None)
         return self.state if alike else None
-
-    def restore(self, old: LayerRecord | None) -> None:
-        """What a checkpoint leaves out, after the layers were surveyed anew."""
-        if old is not None and self.state is not None:
-            for name in UNSAVED:
-                setattr(self, name, getattr(old, name))
 
     def describe(self, captures: bool) -> dict[str, Any]:
         """For `diagnostics()`."""
