@@ -116,9 +116,9 @@ class Engine:
 
     def _meet(self, sites: Sequence[Site]) -> None:
         """One seed for all ranks, and the smallest of their memory budgets."""
-        account = {"curvature": repr(self.metric), **vars(self.settings)}
-        del account["metric"]
-        budget = memory_budget(self.settings.memory, self.module)
+        account = dict(vars(self.settings))
+        account["metric"] = repr(account.pop("metric"))
+        budget = memory_budget(self.settings.curvature.memory, self.module)
         own = {"seed": self.clock.seed, "budget": budget}
         told = self.strategy.meet(sites, account, own)
         self.clock.seed = told[0]["seed"]
@@ -126,14 +126,14 @@ class Engine:
         self.budget = None if budget is None else min(budgets)
 
     def _collector(self) -> Collector:
-        s, size = self.settings, self.strategy.team.size
+        c, size = self.settings.curvature, self.strategy.team.size
         return Collector(
             self.module,
             self.sites,
-            limit=None if s.samples is None else -(-s.samples // size),  # ϱ/𝓜
+            limit=None if c.samples is None else -(-c.samples // size),  # ϱ/𝓜
             keep=WeakMethod(self._keep),
-            fisher=s.fisher,
-            loss=s.loss,
+            fisher=c.fisher,
+            loss=c.assumed,
             stream=partial(_stream, self.clock),
             per_sample=self.metric.per_sample,
         )

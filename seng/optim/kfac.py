@@ -71,9 +71,7 @@ class KFAC(Preconditioned):
         metric = Kronecker(
             power=1.0, decay=decay, graft=False, damp="tikhonov"
         )
-        self._build(
-            Settings(metric, refresh_every, relative=False, name="KFAC")
-        )
+        self._build(Settings(metric, refresh_every, name="KFAC"))
 
     def _build(self, settings: Settings, curvature: Any = None) -> None:
         if (

@@ -18,7 +18,7 @@ from seng.distributed.strategies import Census, Covered
 from seng.layers.samples import Look
 from seng.layers.sites import Site
 from seng.linalg.operators import Merged, Operator
-from seng.metrics.metric import LayerRefresh, Plan, site_dims
+from seng.metrics.metric import LayerRefresh, site_dims
 from seng.notices import not_captured, not_observed
 from seng.optim.step_plan import Dampings, Gradients
 
@@ -39,18 +39,17 @@ def captured_layers(
     pools = engine.strategy.team.pools
     half = seen.half and engine.on_gpu
     looks = {i: samples.look(i) for i in found}
-    if not pools:
-        found = [i for i in found if looks[i].count]
-    dims = []
-    for i in found:
-        kappa, count = looks[i].kappa, samples.columns
+    dims = {}
+    for i, look in looks.items():
         if pools:
             kappa, count = seen.sites[i].kappa, seen.sites[i].samples
-        dims.append(site_dims(engine.sites[i], kappa, count, half))
-    unit = samples.unit(engine.collector.scale)
+        else:
+            kappa, count = look.kappa, samples.columns
+        if pools or look.count:
+            dims[i] = site_dims(engine.sites[i], kappa, count, half)
     layers = {}
-    plans = metric.plan(dims, engine.budget, pools)
-    for i, plan in zip(found, plans, strict=True):
+    plans = metric.plan([*dims.values()], engine.budget, pools)
+    for i, plan in zip(dims, plans, strict=True):
         engine.records[i].plan = plan
         if plan.form == "plain":
             engine.take_plain(i, plan.why)
@@ -58,9 +57,8 @@ def captured_layers(
             remark = None if pools else metric.remark(plan)
             if remark is not None:
                 engine.notices.remark(remark)
-            layer = _layer(engine, i, plan, seen, looks[i], dampings, unit)
-            _check_sum(engine, i, layer, grads)
-            layers[i] = layer
+            layers[i] = _layer(engine, i, seen, looks[i], dampings)
+            _check_sum(engine, i, layers[i], grads)
     return layers
 
 
@@ -76,7 +74,7 @@ def _captured(engine: Engine, grads: Gradients, seen: Census) -> list[int]:
             found.append(i)
         elif not excused and in_use(site, grads):
             if engine.collector.observer is not None:
-                raise not_observed(site.name, engine.settings.fisher)
+                raise not_observed(site.name, engine.settings.curvature.fisher)
             raise not_captured(site.name)
     return found
 
@@ -93,34 +91,31 @@ def _know(engine: Engine, found: Sequence[int], seen: Census) -> None:
 
 
 def _layer(
-    engine: Engine,
-    i: int,
-    plan: Plan,
-    seen: Census,
-    look: Look,
-    dampings: Dampings,
-    unit: float,
+    engine: Engine, i: int, seen: Census, look: Look, dampings: Dampings
 ) -> LayerRefresh:
-    site, samples = engine.sites[i], engine.collector.samples
+    record, collector = engine.records[i], engine.collector
+    samples, site = collector.samples, record.site
     active = samples.active.setdefault(i, site.active())
     if look.captured:
-        U = samples.take(i, unit)
+        U = samples.take(i, samples.unit(collector.scale))
     else:
         U = empty(site.shape(active), site.dtype, site.lead.device)
     damping = site.damping(dampings)
+    c = engine.settings.curvature
+    exact = c.form == "explicit" or c.blocks == "network"
     # Rounding a basis changes d by about 1e-4 of λ_max/λ.
-    harmless = not engine.settings.relative or damping >= HALF_FROM
-    half = seen.half and site.lead.is_cuda and site.dtype == torch.float32
+    harmless = not c.relative_damping or damping >= HALF_FROM
+    single = site.lead.is_cuda and site.dtype == torch.float32
     return LayerRefresh(
-        plan=plan,
+        plan=record.plan,
         U=U,
         samples=samples.columns,
         positions=look.positions,
         counts=seen.sites[i].counts,
-        previous=engine.records[i].previous(active),
+        previous=record.previous(active),
         damping=damping,
         precision=torch.bfloat16 if seen.half else site.dtype,
-        half=half and harmless and engine.settings.half,
+        half=seen.half and single and harmless and not exact,
         generator=partial(engine.generator, i),
         timer=samples.timer(i),
         basis=partial(_basis, site, active),
@@ -133,7 +128,8 @@ def _check_sum(
     """Whether the samples add up to the gradient; if not, U tells only a part."""
     record, site, U = engine.records[i], engine.sites[i], layer.U
     team, collector = engine.strategy.team, engine.collector
-    some = engine.settings.samples is not None or team.many or team.pools
+    some = engine.settings.curvature.samples is not None
+    some = some or team.many or team.pools
     observed = collector.own or collector.observer is not None
     reduced = U.form == "implicit" and U.kappa < layer.plan.dims.kappa
     if record.checked or some or observed or reduced or not U.samples:

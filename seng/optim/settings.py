@@ -13,13 +13,14 @@ from torch import nn
 
 from seng.checks import check_period
 from seng.distributed.team import Team, team_of
-from seng.layers.fisher import Fisher, Loss
 from seng.layers.sites import is_sharded
 from seng.metrics.choose import metric_of
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
 from seng.optim.step_plan import StepPlan
 from seng.recipes.recipe import RECIPES
+
+ANY = Curvature()  # beside a metric that needs none
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,7 @@ class Settings:
     units: str = "sgd"
     strategy: str | None = None
     strict: bool = False
-    samples: int | None = None  # ϱ, over all ranks
-    fisher: Fisher = "empirical"
-    loss: Loss = "squares"
-    memory: int | float | None = None
-    half: bool = True  # whether bases may be kept in half precision
-    relative: bool = True  # whether the damping is relative
+    curvature: Curvature = ANY
     name: str = "SENG"  # of the optimizer, for messages
 
 
@@ -69,43 +65,22 @@ REFRESH_EVERY = 20
 
 
 def settings_of(
-    curvature: Curvature | Metric,
-    module: nn.Module | None,
-    *,
-    refresh_every: int,
-    units: str,
-    strategy: str | None,
-    strict: bool,
+    curvature: Curvature | Metric, module: nn.Module | None, **common: Any
 ) -> Settings:
-    """Settings of an engine, checked."""
-    check_period(refresh_every)
+    """Settings of an engine, checked; `common` are those of any curvature."""
+    check_period(common["refresh_every"])
+    units, strategy = common["units"], common["strategy"]
     if units not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
         raise ValueError(f"unknown units {units!r}; use one of {known}")
-    common = {
-        "refresh_every": refresh_every,
-        "units": units,
-        "strategy": strategy,
-        "strict": strict,
-    }
     if isinstance(curvature, Metric):
-        return Settings(curvature, **common)  # type: ignore[arg-type]
+        return Settings(curvature, **common)
     if not isinstance(curvature, Curvature):
         raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
     _check_units(curvature, units)
     spread = module is not None and any(map(is_sharded, module.parameters()))
     _check_ranks(curvature, team_of(strategy, module), spread)
-    exact = curvature.form == "explicit" or curvature.blocks == "network"
-    return Settings(
-        metric_of(curvature),
-        **common,  # type: ignore[arg-type]
-        samples=curvature.samples,
-        fisher=curvature.fisher,
-        loss=curvature.assumed,
-        memory=curvature.memory,
-        half=not exact,
-        relative=curvature.relative_damping,
-    )
+    return Settings(metric_of(curvature), **common, curvature=curvature)
 
 
 def _check_units(c: Curvature, units: str) -> None:

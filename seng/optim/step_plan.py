@@ -21,7 +21,7 @@ from seng.distributed.team import ALONE
 from seng.gpu.recorder import settle
 from seng.layers.samples import Timer
 from seng.layers.sites import Segments, Site
-from seng.metrics.metric import Metric, Plan, State
+from seng.metrics.metric import Metric, State
 from seng.metrics.woodbury import Pool, woodbury
 from seng.tell.diagnostics import describe
 
@@ -141,7 +141,7 @@ class LayerRecord:
     site: Site
     state: Any = None
     active: Segments = ()  # what the state was built over
-    plan: Plan | None = None
+    plan: Any = None  # the last one
     refused: str | None = None  # why it takes the plain gradient by decision
     owed: bool = False  # in use, and no curvature yet
     refresh: Refresh | None = None  # the last one
