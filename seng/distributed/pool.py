@@ -67,7 +67,7 @@ def pooled(
 ) -> list[Tensor]:
     """Y (k, n) of each layer, alike on all ranks.
 
-    `half` sends it as float16 numbers of at most 1, so that none overflows.
+    `half` sends it as float16 numbers whose sum is at most 1, so that none overflows.
     """
     for share in shares:
         share.U = share.U.scaled(team.size**-0.5)
@@ -78,15 +78,12 @@ def pooled(
     if not half or not team.many:
         team.sum_(parts, ADDING)
         return parts
-    largest = torch.stack([Y.abs().amax() for Y in parts])
-    sizes = largest.nan_to_num(0, 0, 0)
-    team.max_(sizes, "comparing the ranks' bases")
-    scales = torch.where(sizes > 0, sizes, 1)
-    pairs = zip(parts, scales, strict=True)
-    small = [(Y / scale).half() for Y, scale in pairs]
+    sizes = torch.stack([Y.abs().amax() for Y in parts]).nan_to_num(0, 0, 0)
+    team.sum_([sizes], "comparing the ranks' bases")
+    scales = torch.where(sizes > 0, sizes, 1).unbind()
+    small = [Y.div(c).half() for Y, c in zip(parts, scales, strict=True)]
     team.sum_(small, ADDING)
-    pairs = zip(small, scales, strict=True)
-    return [Y.to(scales.dtype) * scale for Y, scale in pairs]
+    return [Y.to(c.dtype) * c for Y, c in zip(small, scales, strict=True)]
 
 
 def _find_directions(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from seng.distributed.team import Team
 from seng.layers.sites import Segments, Site, is_sharded, like, local, spread
-from seng.linalg.operators import Explicit
+from seng.linalg.operators import Explicit, Merged, Operator
 
 
 def check_placements(
@@ -119,9 +120,11 @@ def in_use(site: Site, grads: Any) -> bool:
     return [1] in holders(lead).gathered(reached, lead.device, what)
 
 
-def spread_basis(site: Site, active: Segments, Y: Tensor) -> Sharded:
-    """This rank's part of a basis Y (k, n) of a whole site."""
-    params = [s.param for s in active]
-    found = [site.scatter_whole(active, y) for y in Y]
-    parts = [torch.stack([one[p] for one in found], -1) for p in params]
-    return from_parts(parts, params, Y.dtype)
+def spread_basis(site: Site, active: Segments, Y: Tensor) -> Operator:
+    """U = Yᵀ (k, n) of a site; of a spread one, this rank's part of it."""
+    Y = Y.to(site.dtype)
+    if not site.sharded:
+        return Merged.of(Y, site.shape(active))
+    taken_apart = partial(site.scatter_whole, active)
+    parts = torch.vmap(taken_apart, out_dims=-1)(Y)  # (*shape, k) each
+    return from_parts(list(parts.values()), list(parts), Y.dtype)

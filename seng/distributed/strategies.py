@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.functional import pad
 
 from seng.distributed.team import Team, team_of
 from seng.layers.sites import Site, is_sharded
@@ -70,8 +71,6 @@ class Shared:
         self, sites: Sequence[Site], account: dict[str, Any], own: Any
     ) -> list[Any]:
         """What each rank has of its `own`; refused where they train otherwise."""
-        if not self.team.many:
-            return [own]
         lines = [("strategy", self.team.strategy), *account.items()]
         lines.append(("layers", len(sites)))
         for site in sites:
@@ -107,7 +106,6 @@ class Shared:
         self, samples: Any, step: int, params: Any, dampings: Any
     ) -> Census:
         """What each rank has captured; all must be at the same step and damping."""
-        self.compare(params)
         looks = [samples.look(i) for i in range(len(samples.sites))]
         # The hash of floats is the same in every process.
         lam = hash(tuple([dampings[p] for p in params])) % 2**62
@@ -116,12 +114,14 @@ class Shared:
             own += look.code, look.kappa
         rows, when = [own], f" at step {step}"
         if self.team.many:
-            rows = self.team.gathered(
-                own, samples.device, "the refresh" + when
-            )
+            self.compare(params)
+            what = "the refresh" + when
+            rows = self.team.gathered(own, samples.device, what)
         steps, lams, totals, halves, *rest = zip(*rows, strict=True)
-        asked = f": the ranks refresh their curvature at different steps: {list(steps)}"
-        _check_alike(steps, "steps", asked)
+        if len(set(steps)) > 1:
+            raise RuntimeError(
+                f"the ranks refresh their curvature at different steps: {list(steps)}"
+            )
         _check_alike(lams, "dampings", when + ": all ranks need the same")
         sites = []
         for look, codes, kappas in zip(
@@ -149,26 +149,27 @@ class Shared:
         """
         if not self.team.many or not refreshed:
             return []
-        kept: dict[int, list[Tensor]] = {}
+        kept: list[list[Tensor]] = []
         own: list[int] = []
         for i in refreshed:
             tensors = states[i].tensors()
             if sites[i].sharded:  # each rank has its own part of U
                 apart = {id(t) for t in states[i].U.tensors()}
                 tensors = [t for t in tensors if id(t) not in apart]
-            kept[i] = tensors
+            kept.append(tensors)
             own += states[i].columns, int(_bits(tensors))
         device = sites[0].lead.device
         rows = self.team.gathered(own, device, "comparing bases")
-        parted = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
+        columns = list(zip(*rows, strict=True))
+        widths, bits = columns[::2], columns[1::2]
         anew = []
-        for i, width, rest in zip(
-            refreshed, parted[::2], parted[1::2], strict=True
+        for i, tensors, width, bit in zip(
+            refreshed, kept, widths, bits, strict=True
         ):
-            if width:
+            if len(set(width)) > 1:
                 anew.append(i)
-            elif rest:
-                self.team.from_first(kept[i], "sharing a basis")
+            elif len(set(bit)) > 1:
+                self.team.from_first(tensors, "sharing a basis")
         return anew
 
     def directions(self, grads: Tensors, plan: Any, stamp: Any) -> Tensors:
@@ -222,7 +223,7 @@ class Averaged(Shared):
         """What came along with the gradients holds while the stamp is the same."""
         sent, mean, stamped = self.message
         self.message = NOTHING
-        if not mean or mean.keys() != sent.keys() or stamped != stamp:
+        if mean.keys() != sent.keys() or stamped != stamp:
             base = {p: self.before.get(p, g) for p, g in grads.items()}
             mean = self._mean(base, plan)
         if self.lagged:
@@ -265,17 +266,14 @@ class Averaged(Shared):
 def _sides(covered: Covered, solver: Any, base: Tensors) -> list[Tensor]:
     """Gᶜ and Aᶜ of C_U(b), zero where this rank has no curvature of the layer."""
     site, active, rank = covered
-    h, *sizes = site.shape(active)
-    zeros = site.lead.new_zeros
-    out = [zeros(h, n, rank, dtype=site.dtype) for n in sizes]
-    if solver is not None:
-        g = site.gather(active, base, site.dtype)
-        b, _ = solver.coefficients(solver.project(g))
-        for whole, side in zip(
-            out, solver.U.sides(b.to(site.dtype)), strict=True
-        ):
-            whole[..., : side.shape[-1]] = side
-    return out
+    if solver is None:
+        h, *sizes = site.shape(active)
+        zeros = site.lead.new_zeros
+        return [zeros(h, n, rank, dtype=site.dtype) for n in sizes]
+    g = site.gather(active, base, site.dtype)
+    b, _ = solver.coefficients(solver.project(g))
+    sides = solver.U.sides(b.to(site.dtype))
+    return [pad(t.to(site.dtype), (0, rank - t.shape[-1])) for t in sides]
 
 
 def _along(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations

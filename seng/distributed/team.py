@@ -19,8 +19,7 @@ DistributedDataParallel averages the ranks' gradients, however many samples each
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,20 +41,16 @@ class Team:
     rank: int = 0
     group: Any = None  # a process group; None is the default one
 
-    @cached_property
-    def many(self) -> bool:
-        """Whether there are other ranks."""
-        return self.size > 1
+    many: bool = field(init=False)  # whether there are other ranks
+    pools: bool = field(init=False)  # whether all samples are one curvature's
+    averages: bool = field(init=False)  # whether directions are averaged
 
-    @cached_property
-    def pools(self) -> bool:
-        """Whether the ranks' samples become one curvature."""
-        return self.strategy == "shared"
-
-    @cached_property
-    def averages(self) -> bool:
-        """Whether the ranks' directions are averaged."""
-        return self.strategy in ("block", "lagged")
+    def __post_init__(self) -> None:
+        vars(self).update(
+            many=self.size > 1,
+            pools=self.strategy == "shared",
+            averages=self.strategy in ("block", "lagged"),
+        )
 
     def _send(
         self, what: str, collective: Callable[..., Any], *args: Any
@@ -78,10 +73,10 @@ class Team:
         self, row: Any, device: torch.device, what: str
     ) -> list[list[int]]:
         """Every rank's integers."""
-        own = torch.as_tensor(row, dtype=torch.int64, device=device)
-        rows = [own.clone() for _ in range(self.size)]
-        self._send(what, dist.all_gather, rows, own)
-        return [line.tolist() for line in rows]
+        own = torch.tensor([row], dtype=torch.int64, device=device)
+        rows = own.repeat(self.size, 1)
+        self._send(what, dist.all_gather_into_tensor, rows, own)
+        return rows.tolist()
 
     def told(self, value: Any, what: str) -> list[Any]:
         """Every rank's value; they are small."""
@@ -105,10 +100,6 @@ class Team:
         self.sum_(tensors, what)
         if tensors:
             torch._foreach_div_(tensors, self.size)
-
-    def max_(self, t: Tensor, what: str) -> None:
-        """A tensor becomes the largest of the ranks', number by number."""
-        self._send(what, dist.all_reduce, t, dist.ReduceOp.MAX)
 
     def exchanged(
         self, sent: Tensor, to: list[int], due: list[int], what: str

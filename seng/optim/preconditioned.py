@@ -20,7 +20,6 @@ from seng.optim.settings import Settings
 from seng.optim.step_plan import Dampings, Directions, StepPlan
 from seng.recipes.orthogonal import Polar
 from seng.recipes.recipe import RECIPES, Recipe
-from seng.tell.state import nested
 
 Group = dict[str, Any]
 
@@ -301,13 +300,10 @@ class Preconditioned(Optimizer):
         keys = [key for group in groups for key in group["params"]]
         rest = dict(given["state"])
         for key, p in zip(keys, self._params(), strict=False):
-            entry = rest.get(key, {})
-            ours = {
-                k: v for k, v in entry.items() if k.split(".")[0] == "seng"
-            }
-            if ours:
-                rest[key] = {k: v for k, v in entry.items() if k not in ours}
-                curvature[p] = nested(ours)["seng"]
+            entry = dict(rest.get(key, {}))
+            if "seng" in entry:
+                curvature[p] = entry.pop("seng")
+                rest[key] = entry
         groups = [{**self.defaults, **group} for group in groups]
         return {**given, "state": rest, "param_groups": groups}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from statistics import mode
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,22 @@ from seng.layers.sites import Member, Site, differs, survey
 from seng.linalg.memory import memory_budget, size_of
 from seng.metrics.choose import metric_of, usual
 from seng.metrics.curvature import Curvature
-from seng.metrics.metric import Dims, Metric, Plan, site_dims
+from seng.metrics.metric import Metric, Plan, site_dims
+
+HEAD = (
+    "layer",
+    "n",
+    "n_G",
+    "n_A",
+    "κ",
+    "ϱ",
+    "form",
+    "base",
+    "bytes",
+    "flop/step",
+    "why",
+)
+WORDS = ("layer", "form", "base", "why")  # columns that begin at the left
 
 
 @dataclass(frozen=True)
@@ -31,10 +48,9 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = [HEAD, *map(_row, self.plans)]
-        if all(p.base == "identity" for p in self.plans):
-            place = HEAD.index("base")
-            rows = [row[:place] + row[place + 1 :] for row in rows]
         columns = [_aligned(column) for column in zip(*rows, strict=True)]
+        if all(p.base == "identity" for p in self.plans):
+            del columns[HEAD.index("base")]
         lines = ["  ".join(cells) for cells in zip(*columns, strict=True)]
         size = size_of(self.bytes)
         lines.append(f"{len(self.plans)} layers covered, {size} of curvature")
@@ -43,27 +59,28 @@ class Explanation:
         return "\n".join(line.rstrip() for line in lines)
 
 
-HEAD = (
-    *("layer", "n", "n_G", "n_A", "κ", "ϱ"),
-    *("form", "base", "bytes", "flop/step", "why"),
-)
-WORDS = ("layer", "form", "base", "why")  # columns that begin at the left
-
-
 def _row(p: Plan) -> tuple[str, ...]:
     d = p.dims
-    sizes = [f"{v:,}" for v in (d.n, d.n_G, d.n_A, d.kappa, d.samples)]
-    base = f"kronecker {p.base_rank}" if p.base == "kronecker" else p.base
-    cost = size_of(p.bytes), f"{p.flops:.1e}"
-    return (d.name, *sizes, p.form, base, *cost, p.why)
+    return (
+        d.name,
+        f"{d.n:,}",
+        f"{d.n_G:,}",
+        f"{d.n_A:,}",
+        f"{d.kappa:,}",
+        f"{d.samples:,}",
+        p.form,
+        f"kronecker {p.base_rank}" if p.base == "kronecker" else p.base,
+        size_of(p.bytes),
+        f"{p.flops:.1e}",
+        p.why,
+    )
 
 
 def _aligned(column: tuple[str, ...]) -> list[str]:
     """The cells of a column at one width, below its head."""
+    side = "<" if column[0] in WORDS else ">"
     width = max(map(len, column))
-    if column[0] in WORDS:
-        return [cell.ljust(width) for cell in column]
-    return [cell.rjust(width) for cell in column]
+    return [f"{cell:{side}{width}}" for cell in column]
 
 
 def explain(
@@ -76,32 +93,62 @@ def explain(
     taken when the module has one argument. Nothing about the module changes, running statistics
     included.
     """
-    curvature = usual(module) if curvature is None else curvature
     trained = [p for p in module.parameters() if p.requires_grad]
     sites, uncovered = survey(module, trained)
-    members = [member for site in sites for member in site.members]
-    calls = _shapes(module, batch, members)
-    sizes = [a.shape[0] for seen in calls.values() for a, _ in seen]
-    counts = Counter(sizes[::-1])  # the backward's order
-    B = counts.most_common(1)[0][0] if counts else 0
-    limit = None if isinstance(curvature, Metric) else curvature.samples
-    dims: list[Dims] = []
+    calls = _calls(module, batch, sites)
+    # As a backward sees them: of several numbers, the last call's.
+    B = mode([call.samples for call in calls[::-1]]) if calls else 0
+    curvature = usual(module) if curvature is None else curvature
+    metric: Any = curvature
+    samples, budget = B, None
+    if isinstance(curvature, Curvature):
+        metric = metric_of(curvature)
+        samples = min(B, curvature.samples or B)
+        budget = memory_budget(curvature.memory, module)
+    dims = []
     for site in sites:
-        seen = [call for m in site.members for call in calls.get(m.module, ())]
-        other = next((a.shape[0] for a, _ in seen if a.shape[0] != B), None)
-        if not seen:
+        own = [call for call in calls if call.site is site]
+        others = [call.samples for call in own if call.samples != B]
+        if not own:
             uncovered[site.name] = "not used in this forward pass"
-        elif other is not None:
-            uncovered[site.name] = differs(other, B)
+        elif others:
+            uncovered[site.name] = differs(others[0], B)
         else:
-            kappa = max(1, sum(_positions(site, *call) for call in seen))
-            dims.append(site_dims(site, kappa, min(B, limit or B)))
-    if isinstance(curvature, Metric):
-        return Explanation(tuple(curvature.plan(dims)), uncovered)
-    budget = memory_budget(curvature.memory, module)
-    return Explanation(
-        tuple(metric_of(curvature).plan(dims, budget)), uncovered
-    )
+            kappa = sum(call.positions for call in own)
+            dims.append(site_dims(site, max(1, kappa), samples))
+    return Explanation(tuple(metric.plan(dims, budget)), uncovered)
+
+
+class Call(NamedTuple):
+    """What one call of a layer tells of its shapes."""
+
+    site: Site
+    samples: int
+    positions: int  # κ
+
+
+def _calls(module: nn.Module, batch: Any, sites: Sequence[Site]) -> list[Call]:
+    """Every call of a layer in one forward pass; in eval mode, so that nothing is updated."""
+    calls: list[Call] = []
+
+    def note(
+        site: Site, member: Member, _: Any, args: Any, kwargs: Any, out: Tensor
+    ) -> None:
+        a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        a, out = member.sample_first(a.to("meta"), out.to("meta"))
+        calls.append(Call(site, a.shape[0], _positions(site, a, out)))
+
+    with ExitStack() as undo, torch.no_grad():
+        for site in sites:
+            for member in site.members:
+                hook = partial(note, site, member)
+                register = member.module.register_forward_hook
+                undo.enter_context(register(hook, with_kwargs=True))
+        for layer in module.modules():
+            undo.callback(setattr, layer, "training", layer.training)
+        module.eval()
+        _run(module, batch)
+    return calls
 
 
 def _positions(site: Site, a: Tensor, out: Tensor) -> int:
@@ -114,51 +161,13 @@ def _positions(site: Site, a: Tensor, out: Tensor) -> int:
     return out.numel() // max(1, a.shape[0] * h * n_G)
 
 
-def _shapes(
-    module: nn.Module, batch: Any, members: Sequence[Member]
-) -> dict[nn.Module, list[tuple[Tensor, Tensor]]]:
-    """Input and output, sample first, of every call of a layer in one forward pass; in eval mode,
-    so nothing is updated.
-    """
-    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-
-    def note(
-        member: Member,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Tensor,
-    ) -> None:
-        a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        call = member.sample_first(a.to("meta"), out.to("meta"))
-        calls.setdefault(member.module, []).append(call)
-
-    handles = [
-        m.module.register_forward_hook(
-            lambda _, args, kwargs, out, m=m: note(m, args, kwargs, out),
-            with_kwargs=True,
-        )
-        for m in members
-    ]
-    modes = {layer: layer.training for layer in module.modules()}
-    try:
-        module.eval()
-        with torch.no_grad():
-            _call(module, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for layer, training in modes.items():
-            layer.training = training
-    return calls
-
-
-def _call(module: nn.Module, batch: Any) -> None:
+def _run(module: nn.Module, batch: Any) -> None:
     if isinstance(batch, Mapping):
         module(**batch)
     elif isinstance(batch, Sequence):
         try:
             inspect.signature(module.forward).bind(*batch)
-        except TypeError:
+        except TypeError:  # a pair of inputs and targets
             batch = batch[:1]
         module(*batch)
     else:

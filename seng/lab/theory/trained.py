@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from seng import SENG, Curvature
 from seng.lab.datasets.formats import digits
 from seng.lab.models import digits_cnn
 from seng.linalg.operators import Operator
-from seng.tell.inspection import Inspection, inspect
+from seng.tell.inspection import inspect
 
 BATCH = (
     64  # samples of a training step, and of the gradient that U does not know
@@ -163,7 +164,7 @@ def _backward(model: nn.Module, x: Tensor, y: Tensor, batch: Tensor) -> None:
     cross_entropy(model(x[batch]), y[batch]).backward()
 
 
-def _gathered(seen: Inspection) -> list[Tensor]:
+def _gathered(seen: SimpleNamespace) -> list[Tensor]:
     """The gradient of every layer, laid out as the rows of its U."""
     out = []
     for site in seen.sites:
@@ -173,6 +174,6 @@ def _gathered(seen: Inspection) -> list[Tensor]:
     return out
 
 
-def _layers(seen: Inspection, kind: type[nn.Module]) -> list[int]:
+def _layers(seen: SimpleNamespace, kind: type[nn.Module]) -> list[int]:
     modules = [site.members[0].module for site in seen.sites]
     return [i for i, module in enumerate(modules) if isinstance(module, kind)]
