@@ -8,7 +8,7 @@ stays as it was, and waiting for the device is an error.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, ClassVar
 
 import naive
@@ -137,35 +137,21 @@ def gpu_plan_of(solves, grads, metric, updates, traced):
     return gpu_plan.GpuPlan(solves, grads, updates)
 
 
-class OnGpu(grouped.Grouped):
-    """Launches that are recorded."""
-
-    def _run(self, *tables, SGD):
-        self.device, real = SimpleNamespace(type="cuda"), self.device
-        super()._run(*tables, SGD=SGD)
-        self.device = real
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """From now on optimizers take the CPU for a GPU."""
     if REAL:
         return
 
-    def always(old, new):
-        return recorder.settle(old, new, always=True)
-
     monkeypatch.setattr(Launches, "made", [])
     monkeypatch.setattr(engine, "plan_of", gpu_plan_of)
     yes = property(lambda self: True, lambda self, value: None)
     for kind in (engine.Engine, Preconditioned):
         monkeypatch.setattr(kind, "on_gpu", yes, raising=False)
-    monkeypatch.setattr(engine, "settle", always)
-    monkeypatch.setattr(records, "settle", always)
     monkeypatch.setattr(gpu_plan, "available", lambda device: True)
-    monkeypatch.setattr(gpu_plan, "record", Tape)
-    monkeypatch.setattr(gpu_plan, "Grouped", OnGpu)
-    monkeypatch.setattr(grouped, "record", Launches)
+    for module, make_graph in ((gpu_plan, Tape), (grouped, Launches)):
+        replay = partial(recorder.Replay, make_graph=make_graph)
+        monkeypatch.setattr(module, "Replay", replay)
     monkeypatch.setattr(grouped, "send", sent)
 
 
@@ -324,7 +310,7 @@ def test_steps_are_those_of_the_plain_plan(name, dtype, both_ways):
     near(got, want, 2e-5 if dtype == torch.float32 else 1e-11)
     plan = opt.engine.cache.plan
     assert type(plain[-1]) is StepPlan and type(plan) is gpu_plan.GpuPlan
-    assert plan.others.graph is not None
+    assert plan.others.replay.graph is not None
     # An average of bases has more directions than the first basis.
     assert all(
         known is plan for known in plans[6 if curvature.averaging else 2 :]
@@ -332,12 +318,12 @@ def test_steps_are_those_of_the_plain_plan(name, dtype, both_ways):
     # Kernels have neither float64 nor factors, and do nothing but g − Ub.
     if dtype == torch.float32 and name in SERVED:
         assert [s.site.name for s in plan.others.solves] == ["up"]
-        assert plan.kernels.graph is not None
-        assert opt.fusion.last is not None and opt.fusion.last.places
+        assert plan.kernels.replay.graph is not None
+        assert opt.fusion.last is not None and opt.fusion.last.others
     elif dtype == torch.float64:
         assert plan.kernels is None and opt.fusion.last is None
     if not REAL:
-        assert plan.others.graph.replays
+        assert plan.others.replay.graph.replays
         assert plan.kernels is None or any(
             each.replays for each in Launches.made
         )
@@ -392,6 +378,12 @@ def forget_momentum(_, opt):
     opt.state.clear()
 
 
+def wide_momentum(_, opt):
+    """Which no kernel takes in another precision than its parameter."""
+    for state in opt.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].double()
+
+
 def tensor_lr(_, opt):
     for group in opt.param_groups:
         group["lr"] = torch.tensor(0.03)
@@ -421,6 +413,11 @@ BETWEEN = {
     "nesterov": {3: set_all(momentum=0.9, nesterov=True)},
     "loaded": {3: reload, 6: reload},
     "moved": {3: move, 7: move},
+    "momentum in another precision": {
+        0: set_all(momentum=0.9),
+        3: wide_momentum,
+        8: forget_momentum,
+    },
     "state cleared": {3: forget_momentum},
     "a learning rate that is a tensor": {3: tensor_lr},
     "one group's damping": {2: new_damping_of_one},
@@ -562,7 +559,7 @@ def test_other_optimizers(name, both_ways):
     plan = holder.engine.cache.plan
     assert (type(plan) is StepPlan) == (name == "network")
     if name != "network":
-        assert plan.others.graph is not None
+        assert plan.others.replay.graph is not None
     assert (
         getattr(holder, "fusion", None) is None or holder.fusion.last is None
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import seng
+from seng.layers import samples
 from seng.metrics.kronecker import TikhonovState, shifted_inverse
 from seng.tell.inspection import inspect
 
@@ -501,6 +502,27 @@ def test_grad_scaler_and_autocast():
     train(opt, plain, x, y)
     near = {"rtol": 0.1, "atol": 0.05 * float(found[0][3].max())}
     assert_close(found[0][3], factors(opt, 1).G, **near)
+
+
+def test_factors_of_captures_in_bfloat16_are_in_float32(monkeypatch):
+    """As a GPU keeps captures under autocast; a CPU would widen them before they come here."""
+    monkeypatch.setattr(samples, "_settled", lambda U, dtype: U)
+    torch.set_default_dtype(torch.float32)
+    x, y = (t.float() for t in batches(1)[0])
+    model, exact = net(), net()
+    opt, wanted = kfac(model), kfac(exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model(x).float(), y)
+    loss.backward()
+    opt.step()
+    train(wanted, exact, x, y)
+    for i in (0, 1):
+        for name in "GA":
+            got, want = (getattr(factors(o, i), name) for o in (opt, wanted))
+            assert got.dtype == torch.float32
+            near = 0.05 * float(want.abs().max())
+            assert_close(got, want, rtol=0.1, atol=near)
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_param_groups_may_have_their_own_damping_and_come_later():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from seng.gpu import recorder
-from seng.gpu.recorder import Recorder, directly, settle, write
+from seng.gpu.recorder import Recorder, Replay, directly, settle, write
 from seng.linalg.lookup import Lookup
 from seng.linalg.operators import Explicit
 
@@ -121,7 +121,7 @@ def test_recordings_are_let_go_of(monkeypatch):
     for i in range(2):
         run(function, *numbers(i), by=1.0)
     run.forget()
-    assert not run.recordings and run.arena is None
+    assert not run.recordings and not run.arena.numel()
     X, y = numbers(5)
     torch.testing.assert_close(run(function, X, y, by=1.0), [X @ y, X])
     assert graphs(run) == [None]
@@ -196,7 +196,7 @@ def tensors(v: Value) -> list[Tensor]:
 def test_a_value_settles_at_the_addresses_of_the_old_one():
     old, new = value(1.0), value(2.0)
     before = tensors(old)
-    assert settle(old, new, always=True) is old
+    assert settle(old, new) is old
     for place, t, same in zip(tensors(old), tensors(new), before, strict=True):
         assert place is same and (t == 2).all() and (place == 2).all()
 
@@ -208,7 +208,7 @@ def test_tensors_that_are_the_same_object_are_not_copied(monkeypatch):
     )
     old = value(1.0)
     new = value(2.0, X=old.X)
-    assert settle(old, new, always=True) is old
+    assert settle(old, new) is old
     assert len(copied) == 4 and (old.X == 1).all() and (old.inner.s == 2).all()
 
 
@@ -230,13 +230,37 @@ def test_tensors_that_are_the_same_object_are_not_copied(monkeypatch):
 )
 def test_a_value_of_another_kind_is_the_new_one(changes):
     old, new = value(1.0), value(2.0, **changes)
-    assert settle(old, new, always=True) is new
+    assert settle(old, new) is new
     assert all((t == 1).all() for t in tensors(old))
 
 
-def test_without_a_gpu_or_without_an_old_value_the_new_one_stays():
+def test_without_an_old_value_the_new_one_stays():
     new = value(2.0)
-    assert (
-        settle(value(1.0), new) is new
-        and settle(None, new, always=True) is new
-    )
+    assert settle(None, new) is new
+
+
+def test_launches_are_recorded_at_the_second_time_with_the_same_key():
+    made, run = [], []
+
+    def make(device, launch, pool):
+        made.append(launch)
+        return Again(device, launch, pool)
+
+    replay = Replay(CPU, make)
+    for i, key in enumerate(("a", "a", "a", "b", "b", "a")):
+        replay(lambda: run.append(0), key)
+        assert len(run) == i + 1
+        assert (replay.graph is not None) == (i in (1, 2, 4))
+    assert len(made) == 2
+
+
+def test_without_memory_for_a_recording_launches_go_on():
+    run = []
+
+    def full(device, launch, pool):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    replay = Replay(CPU, full)
+    for _ in range(4):
+        replay(lambda: run.append(0))
+    assert len(run) == 4 and replay.graph is None

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from shutil import which
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,24 +27,21 @@ from torch import Tensor
 try:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from triton.language import constexpr  # type: ignore[import-not-found,import-untyped,unused-ignore]
 except ImportError:
     triton = tl = None
 jit: Callable[[Any], Any] = getattr(triton, "jit", lambda kernel: kernel)
 jit_any_n = jit if triton is None else triton.jit(do_not_specialize=["n"])
 
 
-class Work(NamedTuple):
-    """How much one program does."""
-
-    TILE: int  # consecutive numbers of a block
-    SLAB: int  # rows of Y that it has in flight
-    ROWS: int  # rows of Y in all, in `dots`
-    WARPS: int
-
-
 MANY = 64  # rows of Y from which a block is worked on as a tall one
-# Of blocks with few rows, and of tall ones:
-WORK = {False: Work(1024, 8, 64, 4), True: Work(512, 8, 32, 2)}
+# How much one program does, of blocks with few rows and of tall ones: TILE consecutive numbers of a
+# block, with SLAB rows of Y in flight, and in `dots` ROWS rows in all.
+WORK: dict[bool, dict[str, Any]] = {
+    False: {"TILE": 1024, "SLAB": 8, "num_warps": 4},
+    True: {"TILE": 512, "SLAB": 8, "num_warps": 2},
+}
+ROWS = {False: 64, True: 32}
 SPAN = 256  # tiles that one program of `sums` adds
 COLUMNS = 32  # columns of `sums` and rows of `core` for one program
 COMPILER = os.environ.get("CC") or which("gcc") or which("clang")
@@ -62,6 +59,12 @@ TYPES = {
 @jit
 def _int(address):
     return tl.load(address).to(tl.int32)
+
+
+@jit
+def _numbers(address, inside):
+    """What lies there, in float32; zero outside."""
+    return tl.load(address, mask=inside, other=0).to(tl.float32)
 
 
 @jit
@@ -97,7 +100,7 @@ def _either(second, table, first, other):
 
 
 @jit
-def _pointers(addresses, row, second, offset, TYPE: tl.constexpr):
+def _pointers(addresses, row, second, offset, TYPE: constexpr):
     """Where each number lies of the two parameters whose first addresses are in the table."""
     p = tl.load(row + 16)
     return (
@@ -106,16 +109,24 @@ def _pointers(addresses, row, second, offset, TYPE: tl.constexpr):
 
 
 @jit
-def _entries(X, r, c, rows, columns, stride):
-    """X[r, c], zero outside."""
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    return tl.load(
-        X + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0
-    ).to(tl.float32)
+def _gradient(tile, row, gradients, TILE: constexpr, TYPE: constexpr):
+    """The numbers i of a tile, which piece each lies in and where, and its gradient."""
+    i = _int(tile + 1) * TILE + tl.arange(0, TILE)
+    second, offset = _place(row, i)
+    source = _pointers(gradients, row, second, offset, TYPE)
+    return i, second, offset, _numbers(source, i < tl.load(row + 3))
 
 
 @jit
-def _products(Y, n, first, k, i, g, out, SLAB: tl.constexpr):
+def _entries(X, r, c, rows, columns, stride):
+    """X[r, c], zero outside."""
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    places = X + r.to(tl.int64)[:, None] * stride + c[None, :]
+    return _numbers(places, inside)
+
+
+@jit
+def _products(Y, n, first, k, i, g, out, SLAB: constexpr):
     for start in range(first, k, SLAB):
         j = start + tl.arange(0, SLAB)
         tl.store(
@@ -126,13 +137,12 @@ def _products(Y, n, first, k, i, g, out, SLAB: tl.constexpr):
 
 
 @jit
-def _combination(Y, n, k, i, b, SLAB: tl.constexpr, TILE: tl.constexpr):
+def _combination(Y, n, k, i, b, SLAB: constexpr, TILE: constexpr):
     total = tl.zeros((TILE,), tl.float32)
     for start in range(0, k, SLAB):
         j = start + tl.arange(0, SLAB)
         total += tl.sum(
-            _entries(Y, j, i, k, n, n)
-            * tl.load(b + j, mask=j < k, other=0)[:, None],
+            _entries(Y, j, i, k, n, n) * _numbers(b + j, j < k)[:, None],
             axis=0,
         )
     return total
@@ -140,87 +150,69 @@ def _combination(Y, n, k, i, b, SLAB: tl.constexpr, TILE: tl.constexpr):
 
 @jit
 def dots(
-    tiles,
-    blocks,
-    gradients,
-    partial,
-    ROWS: tl.constexpr,
-    SLAB: tl.constexpr,
-    TILE: tl.constexpr,
-    Y_TYPE: tl.constexpr,
-    TYPE: tl.constexpr,
-):
+    tiles, blocks, gradients, partial,
+    ROWS: constexpr, SLAB: constexpr, TILE: constexpr,
+    Y_TYPE: constexpr, TYPE: constexpr,
+):  # fmt: skip
     """partial[tile, j] = Σ_i Y[j, i]·g[i], for ROWS of the j."""
-    tile = tiles + 3 * tl.program_id(0)
+    tile = tiles + 2 * tl.program_id(0)
     row = blocks + 20 * tl.load(tile)
     first = tl.program_id(1) * ROWS
-    n, k, Y = (
-        tl.load(row + 3),
-        tl.minimum(_int(row + 4), first + ROWS),
-        tl.load(row),
-    )
+    n, k = tl.load(row + 3), _int(row + 4)
     if first >= k:
         return
-    i = _int(tile + 1) * TILE + tl.arange(0, TILE)
-    second, offset = _place(row, i)
-    g = tl.load(
-        _pointers(gradients, row, second, offset, TYPE), mask=i < n, other=0
-    ).to(tl.float32)
-    out = partial + tl.load(tile + 2)
+    i, _, _, g = _gradient(tile, row, gradients, TILE, TYPE)
+    out = partial + tl.load(row + 17) + k * tl.load(tile + 1)
+    Y = tl.load(row).to(tl.pointer_type(Y_TYPE))
+    k = tl.minimum(k, first + ROWS)
     # Where rows are aligned the compiler is told, and loads 16 bytes at a time; else every number
     # needs its own address.
     if tl.load(row + 5) > 0:
-        _products(
-            tl.multiple_of(Y.to(tl.pointer_type(Y_TYPE)), 16),
-            n // 8 * 8,
-            first,
-            k,
-            i,
-            g,
-            out,
-            SLAB,
-        )
+        Y = tl.multiple_of(Y, 16)
+        _products(Y, n // 8 * 8, first, k, i, g, out, SLAB)
     else:
-        _products(Y.to(tl.pointer_type(Y_TYPE)), n, first, k, i, g, out, 2)
+        _products(Y, n, first, k, i, g, out, 2)
 
 
 @jit
-def sums(spans, partial, sums, COLUMNS: tl.constexpr):
-    """sums[span, j] = Σ_tile partial[tile, j]."""
-    span = spans + 5 * tl.program_id(0)
-    source, k, count, width = (
-        partial + tl.load(span),
-        tl.load(span + 1),
-        _int(span + 2),
-        _int(span + 3),
-    )
-    j = tl.arange(0, COLUMNS)
+def sums(
+    blocks, partial, sums,
+    TILE: constexpr, SPAN: constexpr, COLUMNS: constexpr,
+):  # fmt: skip
+    """sums[span, j] = Σ_tile partial[tile, j], over the SPAN tiles of a span."""
+    row = blocks + 20 * tl.program_id(0)
+    span, first = tl.program_id(1), tl.program_id(2) * COLUMNS
+    k = tl.load(row + 4)
+    count = tl.minimum(tl.cdiv(_int(row + 3), TILE) - span * SPAN, SPAN)
+    if (count <= 0) | (first >= k):
+        return
+    j = first + tl.arange(0, COLUMNS)
+    source = partial + tl.load(row + 17) + k * span * SPAN
     total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, count, 64):
-        total += tl.sum(
-            _entries(source, start + tl.arange(0, 64), j, count, width, k),
-            axis=0,
-        )
-    tl.store(sums + tl.load(span + 4) + j, total, mask=j < width)
+        tile = start + tl.arange(0, 64)
+        total += tl.sum(_entries(source, tile, j, count, k, k), axis=0)
+    tl.store(sums + tl.load(row + 18) + k * span + j, total, mask=j < k)
 
 
 @jit
-def core(slices, blocks, sums, b, COLUMNS: tl.constexpr):
+def core(
+    blocks, sums, b,
+    TILE: constexpr, SPAN: constexpr, COLUMNS: constexpr,
+):  # fmt: skip
     """b = Cc, c = Σ_span sums[span]; COLUMNS rows of C."""
-    part = slices + 2 * tl.program_id(0)
-    row = blocks + 20 * tl.load(part)
+    row = blocks + 20 * tl.program_id(0)
     C, k = tl.load(row + 1).to(tl.pointer_type(tl.float32)), _int(row + 4)
-    source, spans = sums + tl.load(row + 17), _int(row + 18)
-    out = _int(part + 1) + tl.arange(0, COLUMNS)
+    out = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    source = sums + tl.load(row + 18)
+    spans = tl.cdiv(_int(row + 3), TILE * SPAN)
     total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, k, 64):
         j = start + tl.arange(0, 64)
         c = tl.zeros((64,), tl.float32)
         for first in range(0, spans, 16):
-            c += tl.sum(
-                _entries(source, first + tl.arange(0, 16), j, spans, k, k),
-                axis=0,
-            )
+            span = first + tl.arange(0, 16)
+            c += tl.sum(_entries(source, span, j, spans, k, k), axis=0)
         total += tl.sum(_entries(C, out, j, k, k, k) * c[None, :], axis=1)
     tl.store(b + tl.load(row + 19) + out, total, mask=out < k)
 
@@ -231,7 +223,7 @@ def _failed(b, k):
     wrong = tl.zeros((64,), tl.int32)
     for start in range(0, k, 64):
         j = start + tl.arange(0, 64)
-        size = tl.abs(tl.load(b + j, mask=j < k, other=0))
+        size = tl.abs(_numbers(b + j, j < k))
         wrong += tl.where(size < float("inf"), 0, 1)
     return tl.sum(wrong, axis=0) > 0
 
@@ -239,20 +231,17 @@ def _failed(b, k):
 @jit
 def finish(
     tiles, blocks, gradients, b, targets, buffers, groups, hyper,
-    SGD: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr,
-    Y_TYPE: tl.constexpr, TYPE: tl.constexpr, BUFFER_TYPE: tl.constexpr,
+    SGD: constexpr, SLAB: constexpr, TILE: constexpr,
+    Y_TYPE: constexpr, TYPE: constexpr,
 ):  # fmt: skip
     """d = g − Yᵀb, or g where b is not finite; into the targets, or with SGD as the step of the
     weights that they are.
     """
-    tile = tiles + 3 * tl.program_id(0)
+    tile = tiles + 2 * tl.program_id(0)
     row = blocks + 20 * tl.load(tile)
     n, k, Y = tl.load(row + 3), _int(row + 4), tl.load(row)
-    i = _int(tile + 1) * TILE + tl.arange(0, TILE)
+    i, second, offset, g = _gradient(tile, row, gradients, TILE, TYPE)
     inside = i < n
-    second, offset = _place(row, i)
-    source = _pointers(gradients, row, second, offset, TYPE)
-    g = tl.load(source, mask=inside, other=0).to(tl.float32)
     b += tl.load(row + 19)
     failed = _failed(b, k)
     if failed & (tl.load(tile + 1) == 0):
@@ -271,13 +260,13 @@ def finish(
         p = tl.load(row + 16)
         first, other = 5 * tl.load(groups + p), 5 * tl.load(groups + p + 1)
         momentum = _either(second, hyper + 1, first, other)
-        buffer = _pointers(buffers, row, second, offset, BUFFER_TYPE)
+        buffer = _pointers(buffers, row, second, offset, TYPE)
         kept = inside & (momentum != 0)
-        weight = tl.load(target, mask=inside, other=0).to(tl.float32)
+        weight = _numbers(target, inside)
         decay = _either(second, hyper + 2, first, other)
         d = _either(second, hyper + 4, first, other) * d + decay * weight
-        m = momentum * tl.load(buffer, mask=kept, other=0).to(tl.float32) + d
-        tl.store(buffer, m.to(BUFFER_TYPE), mask=kept)
+        m = momentum * _numbers(buffer, kept) + d
+        tl.store(buffer, m.to(TYPE), mask=kept)
         nesterov = _either(second, hyper + 3, first, other) > 0
         step = tl.where(nesterov, d + momentum * m, m)
         d = weight - _either(second, hyper, first, other) * step
@@ -299,18 +288,16 @@ def standardized(
     g_sample,
     g_channel,
     g_position,
-    POSITIONS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    POSITIONS: constexpr,
+    CHANNELS: constexpr,
 ):
     """Σ g·(a − mean)·inverse and, C further on, Σ g over the positions, for one sample and some
     channels.
     """
     sample = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    mu, by = (
-        tl.load(mean + c, mask=c < C, other=0),
-        tl.load(inverse + c, mask=c < C, other=0),
-    )
+    known = c < C
+    mu, by = _numbers(mean + c, known), _numbers(inverse + c, known)
     a += sample * a_sample + c[None, :] * a_channel
     g += sample * g_sample + c[None, :] * g_channel
     weight, bias = (
@@ -319,18 +306,14 @@ def standardized(
     )
     for start in range(0, positions, POSITIONS):
         p = start + tl.arange(0, POSITIONS)
-        inside = (p < positions)[:, None] & (c < C)[None, :]
-        x = tl.load(a + p[:, None] * a_position, mask=inside, other=0).to(
-            tl.float32
-        )
-        y = tl.load(g + p[:, None] * g_position, mask=inside, other=0).to(
-            tl.float32
-        )
+        inside = (p < positions)[:, None] & known[None, :]
+        x = _numbers(a + p[:, None] * a_position, inside)
+        y = _numbers(g + p[:, None] * g_position, inside)
         weight += tl.sum(y * (x - mu[None, :]) * by[None, :], axis=0)
         bias += tl.sum(y, axis=0)
     out += sample * 2 * C + c
-    tl.store(out, weight, mask=c < C)
-    tl.store(out + C, bias, mask=c < C)
+    tl.store(out, weight, mask=known)
+    tl.store(out + C, bias, mask=known)
 
 
 PIECE = 1024  # numbers of `push` and `pull` for one program
@@ -355,13 +338,13 @@ def _push(
     matrix,
     row,
     column,
-    NESTEROV: tl.constexpr,
-    TILE: tl.constexpr,
+    NESTEROV: constexpr,
+    TILE: constexpr,
 ):
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = i < n
-    mu, g = tl.load(momentum), tl.load(x + i, mask=inside, other=0)
-    m = mu * tl.load(b + i, mask=inside, other=0) + g
+    mu, g = tl.load(momentum), _numbers(x + i, inside)
+    m = mu * _numbers(b + i, inside) + g
     tl.store(b + i, m, mask=inside)
     along = g + mu * m if NESTEROV else m
     tl.store(
@@ -389,20 +372,18 @@ def _pull(
     each,
     down,
     across,
-    TILE: tl.constexpr,
+    TILE: constexpr,
 ):
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = i < n
-    q = tl.load(
-        room + _spot(i, rows, width, matrix, row, column), mask=inside, other=0
-    ).to(tl.float32)
+    q = _numbers(room + _spot(i, rows, width, matrix, row, column), inside)
     size = tl.load(
         length + _spot(i, rows, width, each, down, across),
         mask=inside,
         other=1,
     )
     eta = tl.load(lr)
-    kept = (1 - eta * tl.load(decay)) * tl.load(p + i, mask=inside, other=0)
+    kept = (1 - eta * tl.load(decay)) * _numbers(p + i, inside)
     tl.store(
         p + i,
         kept - q * (eta * root / tl.where(size < least, least, size)),

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from seng.gpu import kernels
-from seng.gpu.grouped import available
 from seng.layers.kinds import ACCELERATORS, Columns, of_the_batch
 
 CHANNELS = 32  # that one program takes
@@ -33,8 +32,7 @@ def standardized_sums(
 
 
 def _batch_norm(layer: _BatchNorm, a: Tensor, g: Tensor) -> Columns | None:
-    alike = a.dtype == g.dtype and a.dtype in kernels.TYPES
-    if not (alike and available(a.device)):
+    if a.dtype != g.dtype or a.dtype not in kernels.TYPES:
         return None
     mean, variance = layer.running_mean, layer.running_var
     if of_the_batch(layer) or mean is None or variance is None:
@@ -45,4 +43,5 @@ def _batch_norm(layer: _BatchNorm, a: Tensor, g: Tensor) -> Columns | None:
     return {"weight": weight, "bias": bias}
 
 
-ACCELERATORS.append(_batch_norm)
+if kernels.AVAILABLE:
+    ACCELERATORS["cuda"] = _batch_norm

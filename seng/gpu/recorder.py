@@ -12,174 +12,35 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from seng.linalg.operators import Operator
 
-T = TypeVar("T")
 Function = Callable[..., tuple[Tensor, ...]]
 Run = Callable[..., list[Tensor]]  # `directly`, or a `Recorder`
+Launch = Callable[[], None]
+Graph = Any  # launches that were recorded, with `replay`
 MOST = 256  # recordings of one recorder
 LARGE = (
     2**27
 )  # bytes of inputs and outputs; copying more takes longer than launching
+ALIGNED = 256  # bytes: where inputs and outputs begin
 
 
-class Graph(Protocol):
-    """Launches that were recorded: a torch.cuda.CUDAGraph, or a stand-in of a test."""
-
-    def replay(self) -> None: ...
-
-
-MakeGraph = Callable[[torch.device, Callable[[], None], Any], Graph]
-
-
-def directly(
-    function: Function, *args: Tensor | Operator, **constants: Any
-) -> list[Tensor]:
-    """function(*args, **constants), without a recording."""
-    return list(function(*args, **constants))
-
-
-class Recorder:
-    """Runs a function of tensors, and from the second time with the same shapes replays a
-    recording.
-
-    The results belong to the caller. Without a GPU the function is always run, unless `make_graph`
-    says how to record it.
-    """
-
-    def __init__(
-        self, device: torch.device, make_graph: MakeGraph | None = None
-    ) -> None:
-        on_gpu = device.type == "cuda"
-        self.device = device
-        self.make_graph = (
-            record if make_graph is None and on_gpu else make_graph
-        )
-        self.recordings: dict[object, _Recording] = {}
-        self.arena: Tensor | None = None
-        self.pool: Any = None
-
-    def __call__(
-        self, function: Function, *args: Tensor | Operator, **constants: Any
-    ) -> list[Tensor]:
-        """function(*args, **constants).
-
-        The function must not wait for the device, and must depend on nothing but its arguments.
-        """
-        call = partial(directly, function, **constants)
-        inputs = list(_tensors(args))
-        waits = any(getattr(arg, "waits", False) for arg in args)
-        elsewhere = any(t.device != self.device for t in inputs)
-        if self.make_graph is None or waits or elsewhere or capturing():
-            return call(*args)
-        key = function, signature(args), tuple(constants.items())
-        known = self.recordings.get(key)
-        if known is None:
-            results = call(*args)
-            if (
-                len(self.recordings) == MOST
-            ):  # shapes keep changing: begin anew
-                self.forget()
-            self.recordings[key] = _Recording(inputs, results)
-            return results
-        if known.fits and known.graph is None:
-            try:
-                known.lay_out(self._arena())
-                run = partial(known.run, call, args)
-                known.graph = self.make_graph(self.device, run, self.pool)
-            except (
-                torch.OutOfMemoryError
-            ):  # a graph cannot use what others have freed
-                known.fits = False
-        return known.replayed(inputs) if known.fits else call(*args)
-
-    def forget(self) -> None:
-        """Let go of all recordings."""
-        self.recordings.clear()
-        self.arena = self.pool = None
-
-    def _arena(self) -> Tensor:
-        """The memory in which the inputs and results of all recordings lie, each from its start."""
-        if self.pool is None and self.device.type == "cuda":
-            self.pool = torch.cuda.graph_pool_handle()
-        needed = max(
-            known.bytes for known in self.recordings.values() if known.fits
-        )
-        if self.arena is None or self.arena.numel() < needed:
-            # In powers of 2: recordings that were made before keep the arena they have.
-            size = 1 << (needed - 1).bit_length()
-            self.arena = torch.empty(
-                size, dtype=torch.uint8, device=self.device
-            )
-        return self.arena
-
-
-class _Recording:
-    """A graph, and where its inputs and results lie in the arena."""
-
-    def __init__(
-        self, inputs: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> None:
-        # On "meta": shapes, types and strides without gaps, but no numbers.
-        self.like = [
-            torch.empty_like(t, device="meta") for t in (*inputs, *results)
-        ]
-        self.count = len(inputs)
-        self.bytes = sum(_aligned(t) for t in self.like)
-        self.fits = self.bytes <= LARGE
-        self.graph: Graph | None = None
-
-    def lay_out(self, arena: Tensor) -> None:
-        """Give inputs and results their places, side by side."""
-        places, start = [], 0
-        for t in self.like:
-            numbers = arena[start : start + t.nbytes].view(t.dtype)
-            places.append(numbers.as_strided(t.shape, t.stride()))
-            start += _aligned(t)
-        self.inputs = places[: self.count]
-        self.results = places[self.count :]
-
-    def run(self, call: Run, args: Sequence[Any]) -> None:
-        """What is recorded: the function, from its inputs here to its results here."""
-        own_args = _with(tuple(args), iter(self.inputs))
-        for place, result in zip(self.results, call(*own_args), strict=True):
-            place.copy_(result)
-
-    def replayed(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The results for other inputs of the same shapes."""
-        assert self.graph is not None
-        write(list(zip(self.inputs, inputs, strict=True)))
-        self.graph.replay()
-        return [result.clone() for result in self.results]
-
-
-def _aligned(t: Tensor) -> int:
-    """Its bytes, up to the next multiple of 256."""
-    return -(-t.nbytes // 256) * 256
-
-
-_SIDES: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
-
-
+@cache
 def side_stream(device: torch.device, branch: int = 0) -> torch.cuda.Stream:
     """The stream on which graphs of a device are recorded, or one for a branch of them.
 
     There is one for all graphs, since libraries keep a workspace for each stream.
     """
-    if (device, branch) not in _SIDES:
-        _SIDES[device, branch] = torch.cuda.Stream(device)
-    return _SIDES[device, branch]
+    return torch.cuda.Stream(device)
 
 
-def record(
-    device: torch.device, run: Callable[[], None], pool: Any = None
-) -> Graph:
+def record(device: torch.device, run: Launch, pool: Any = None) -> Graph:
     """What a function launches, as a CUDA graph; nothing of it happens yet."""
     graph = torch.cuda.CUDAGraph()
     here, side = torch.cuda.current_stream(device), side_stream(device)
@@ -211,20 +72,163 @@ def capturing() -> bool:
     )
 
 
-def settle(old: T | None, new: T, always: bool = False) -> T:
+class Replay:
+    """Launches between tensors that stay where they are: recorded at the second time, and then
+    replayed as one.
+
+    Without a GPU they are always made one by one, unless `make_graph` says how to record them.
+    """
+
+    def __init__(self, device: torch.device, make_graph: Any = None) -> None:
+        self.device = device
+        self.make_graph = make_graph or _graphs_of(device)
+        self.key: object = None
+        self.graph: Graph = None
+
+    def __call__(self, launch: Launch, key: object = ()) -> None:
+        """Do what `launch` does, which is another recording where the key is another."""
+        if key != self.key:
+            self.key, self.graph = key, None
+        elif self.graph is None and self.make_graph and not capturing():
+            try:
+                self.graph = self.make_graph(self.device, launch, None)
+            except (
+                torch.OutOfMemoryError
+            ):  # a graph cannot use what others have freed
+                self.make_graph = None
+        if self.graph is None:
+            launch()
+        else:
+            self.graph.replay()
+
+
+def _graphs_of(device: torch.device) -> Any:
+    return record if device.type == "cuda" else None
+
+
+def directly(
+    function: Function, *args: Tensor | Operator, **constants: Any
+) -> list[Tensor]:
+    """function(*args, **constants), without a recording."""
+    return list(function(*args, **constants))
+
+
+class Recorder:
+    """Runs a function of tensors, and from the second time with the same shapes replays a
+    recording.
+
+    The results belong to the caller. Without a GPU the function is always run, unless `make_graph`
+    says how to record it.
+    """
+
+    def __init__(self, device: torch.device, make_graph: Any = None) -> None:
+        self.device = device
+        self.make_graph = make_graph or _graphs_of(device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all recordings."""
+        self.recordings: dict[object, _Recording] = {}
+        self.arena = self._bytes(0)
+        on_gpu = self.device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
+
+    def __call__(
+        self, function: Function, *args: Tensor | Operator, **constants: Any
+    ) -> list[Tensor]:
+        """function(*args, **constants).
+
+        The function must not wait for the device, and must depend on nothing but its arguments.
+        """
+        call = partial(directly, function, **constants)
+        inputs = list(_tensors(args))
+        waits = any(getattr(arg, "waits", False) for arg in args)
+        elsewhere = any(t.device != self.device for t in inputs)
+        if self.make_graph is None or waits or elsewhere or capturing():
+            return call(*args)
+        key = function, signature(args), tuple(constants.items())
+        known = self.recordings.get(key)
+        if known is None:
+            results = call(*args)
+            if (
+                len(self.recordings) == MOST
+            ):  # shapes keep changing: begin anew
+                self.forget()
+            self.recordings[key] = _Recording(inputs, results)
+            return results
+        if known.fits and known.graph is None:
+            try:
+                known.lay_out(self._arena())
+                run = partial(known.run, call, args)
+                known.graph = self.make_graph(self.device, run, self.pool)
+            except torch.OutOfMemoryError:
+                known.fits = False
+        return known.replayed(inputs) if known.fits else call(*args)
+
+    def _arena(self) -> Tensor:
+        """The memory in which the inputs and results of all recordings lie, each from its start."""
+        needed = max(
+            known.bytes for known in self.recordings.values() if known.fits
+        )
+        if self.arena.numel() < needed:
+            # In powers of 2: recordings that were made before keep the arena they have.
+            self.arena = self._bytes(1 << (needed - 1).bit_length())
+        return self.arena
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self.device)
+
+
+class _Recording:
+    """A graph, and where its inputs and results lie in the arena."""
+
+    def __init__(
+        self, inputs: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        # On "meta": shapes, types and strides without gaps, but no numbers.
+        self.like = [
+            torch.empty_like(t, device="meta") for t in (*inputs, *results)
+        ]
+        self.count = len(inputs)
+        self.sizes = [-(-t.nbytes // ALIGNED) * ALIGNED for t in self.like]
+        self.bytes = sum(self.sizes)
+        self.fits = self.bytes <= LARGE
+        self.graph: Graph = None
+
+    def lay_out(self, arena: Tensor) -> None:
+        """Give inputs and results their places, side by side."""
+        places = []
+        rooms = arena[: self.bytes].split(self.sizes)
+        for t, room in zip(self.like, rooms, strict=True):
+            numbers = room[: t.nbytes].view(t.dtype)
+            places.append(numbers.as_strided(t.shape, t.stride()))
+        self.inputs = places[: self.count]
+        self.results = places[self.count :]
+
+    def run(self, call: Run, args: Any) -> None:
+        """What is recorded: the function, from its inputs here to its results here."""
+        results = call(*_with(args, iter(self.inputs)))
+        for place, result in zip(self.results, results, strict=True):
+            place.copy_(result)
+
+    def replayed(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The results for other inputs of the same shapes."""
+        write(list(zip(self.inputs, inputs, strict=True)))
+        self.graph.replay()
+        return [result.clone() for result in self.results]
+
+
+def settle(old: Any, new: Any) -> Any:
     """The new value at the addresses of the old one, so that recordings which read the old one hold
     on.
 
     Both are dataclasses of tensors, of plain values and of other dataclasses, or tuples or lists of
     those. Where they differ in the numbers in their tensors alone, these are copied into the old
-    tensors, and `old` is returned. Otherwise, and where no tensor is on a GPU (unless `always`),
-    `new` is returned.
+    tensors, and `old` is returned; otherwise `new`.
     """
-    if old is None or signature(old) != signature(new):
+    if signature(old) != signature(new):
         return new
-    pairs = list(zip(_tensors(old), _tensors(new), strict=True))
-    if not always and not any(to.is_cuda for to, _ in pairs):
-        return new
+    pairs = zip(_tensors(old), _tensors(new), strict=True)
     write([(to, t) for to, t in pairs if to is not t])
     return old
 
@@ -235,7 +239,8 @@ def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for to, t in pairs:
         kinds[to.dtype, t.dtype, to.device].append((to, t))
     for same in kinds.values():
-        torch._foreach_copy_([to for to, _ in same], [t for _, t in same])
+        places, given = zip(*same, strict=True)
+        torch._foreach_copy_(places, given)
 
 
 def signature(value: Any) -> object:
@@ -250,6 +255,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors inside a value, in order."""
     if isinstance(value, Tensor):
         yield value
+        return
     for part in _parts(value) or ():
         yield from _tensors(part)
 
@@ -262,10 +268,10 @@ def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
     if parts is None:
         return value
     changed = [_with(part, tensors) for part in parts]
-    if isinstance(value, tuple | list):
-        return type(value)(changed)
-    names = [field.name for field in fields(value)]
-    return replace(value, **dict(zip(names, changed, strict=True)))
+    if is_dataclass(value):
+        names = [field.name for field in fields(value)]
+        return replace(value, **dict(zip(names, changed, strict=True)))  # type: ignore[type-var]
+    return type(value)(changed)
 
 
 def _parts(value: Any) -> Sequence[Any] | None:

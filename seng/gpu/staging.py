@@ -7,7 +7,7 @@ page-locked buffers are kept and used in turn, each when its last copy has gone 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import cycle
 
 import torch
@@ -58,15 +58,3 @@ def send(
     if device.type != "cuda":
         return numbers.to(device)
     return next(_SLOTS[device]).send(numbers.contiguous(), device, to)
-
-
-def read(numbers: Sequence[Tensor]) -> list[list[int]]:
-    """Several rows of integers, in one look at each device."""
-    out: dict[int, list[int]] = {}
-    for device in {n.device for n in numbers}:
-        places = [i for i, n in enumerate(numbers) if n.device == device]
-        lengths = [len(numbers[i]) for i in places]
-        seen = torch.cat([numbers[i].long() for i in places]).cpu()
-        rows = [row.tolist() for row in seen.split(lengths)]
-        out |= zip(places, rows, strict=True)
-    return [out[i] for i in range(len(numbers))]

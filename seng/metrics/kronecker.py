@@ -33,7 +33,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from seng.distributed.team import Team
 from seng.layers.sites import Site
 from seng.linalg.implicit import Implicit
-from seng.linalg.operators import Operator, Shape
+from seng.linalg.operators import Operator, Shape, product
 from seng.metrics.curvature import Curvature
 from seng.metrics.factor import (
     FLOOR,
@@ -415,8 +415,9 @@ class Kronecker(Metric):
     def _dense(self, layer: LayerRefresh, old: Any) -> TikhonovState:
         """K-FAC's moments: A is summed over positions, G is their mean."""
         X, Y = layer.U.inputs()[0], layer.U.outputs()[0]  # (n_A, N), (n_G, N)
-        A = X @ X.T / layer.samples
-        G = Y @ Y.T * (layer.samples / max(1, layer.positions))
+        # Float32, though a GPU keeps captures of autocast in bfloat16.
+        A = product(X, X.T) / layer.samples
+        G = product(Y, Y.T) * (layer.samples / max(1, layer.positions))
         if old is not None:
             G, A = old.G.lerp(G, 1 - self.decay), old.A.lerp(A, 1 - self.decay)
         return TikhonovState(G, A)

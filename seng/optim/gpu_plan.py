@@ -7,21 +7,17 @@ gradients.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seng.gpu.grouped import Grouped, Item, Piece, available, fits
-from seng.gpu.recorder import Graph, capturing, record, write
-from seng.layers.kinds import ROWS
+from seng.gpu.grouped import Grouped, Item, available, fits
+from seng.gpu.recorder import Replay, write
 from seng.layers.sites import is_sharded
-from seng.optim.step_plan import (
-    Gradients,
-    LayerRecord,
-    StepPlan,
-)
+from seng.optim.step_plan import Directions, Gradients, LayerRecord, StepPlan
 
 
 class GpuPlan(StepPlan):
@@ -31,90 +27,74 @@ class GpuPlan(StepPlan):
         self, solves: Sequence[LayerRecord], grads: Gradients, updates: bool
     ) -> None:
         super().__init__(solves)
-        self.given = list(map(id, grads))
+        self.given = _given(solves, grads)
         self.kept = [s.solver for s in solves]  # so that no other has its id
-        self.served = [(id(s.solver), s.active) for s in solves]
         items = _items(solves, grads)
         self.members = [s for s in solves if s.index in items]
-        self.params = [
-            p for s in self.members for p in s.params
-        ]  # of the kernels
-        self.others = RecordedPlan([s for s in solves if s.index not in items])
+        rest = [s for s in solves if s.index not in items]
+        self.others = RecordedPlan(rest, grads)
         self.kernels: Grouped | None = None
         if items:
-            plain = (
-                _plain_items(grads, set(self.params), items) if updates else []
-            )
-            self.params += [item.pieces[0].param for item in plain]  # type: ignore[misc]
-            self.kernels = Grouped([*items.values(), *plain])
+            served = list(items.values())
+            plain = _plain_items(grads, served) if updates else []
+            self.kernels = Grouped([*served, *plain])
 
     def holds(self, solves: Sequence[LayerRecord], grads: Gradients) -> bool:
-        if self.given != list(map(id, grads)):
-            return False
-        if self.served != [(id(s.solver), s.active) for s in solves]:
+        if self.given != _given(solves, grads):
             return False
         if self.kernels is not None:
-            cores = _cores(self.members)
-            items = self.kernels.items[: len(cores)]
-            write(
-                [(item.core, C) for item, C in zip(items, cores, strict=True)]
-            )
+            # Those of the members are the first.
+            places = [item.core for item in self.kernels.items]
+            write(list(zip(places, _cores(self.members), strict=False)))
         return True
 
-    def _solve(
-        self, grads: Gradients, out: dict[nn.Parameter, Tensor]
-    ) -> None:
+    def _solve(self, grads: Gradients, out: Directions) -> None:
         self.others._solve(grads, out)
         if self.kernels is not None:
-            found = self.kernels.directions([out[p] for p in self.params])
-            out.update(zip(self.params, found, strict=True))
+            params: Any = self.kernels.params
+            found = self.kernels.directions([out[p] for p in params])
+            out.update(zip(params, found, strict=True))
+
+
+def _given(solves: Sequence[LayerRecord], grads: Gradients) -> Any:
+    """What a plan is for; solvers may be rewritten in place."""
+    return list(map(id, grads)), [
+        (s.index, id(s.solver), s.active) for s in solves
+    ]
 
 
 class RecordedPlan(StepPlan):
-    """Solves one after the other, recorded at the second step."""
+    """Solves one after the other, from copies of the gradients, where d takes their place."""
 
-    def __init__(self, solves: Sequence[LayerRecord]) -> None:
-        super().__init__(solves)
-        self.params = [p for solve in self.solves for p in solve.params]
-        self.called = False
-        self.graph: Graph | None = None
-        self.copies: dict[nn.Parameter, Tensor] = {}
-
-    def _solve(
-        self, grads: Gradients, out: dict[nn.Parameter, Tensor]
+    def __init__(
+        self, solves: Sequence[LayerRecord], grads: Gradients
     ) -> None:
-        whole = bool(self.solves) and all(p in grads for p in self.params)
-        if whole and self.called and self.graph is None and not capturing():
-            self._record(grads)
-        self.called = True
-        if not whole or self.graph is None:
-            return super()._solve(grads, out)
-        given = [grads[p] for p in self.params]
-        out.update(zip(self.params, self.replayed(given), strict=True))
+        super().__init__(solves)
+        self.copies: dict[nn.Parameter, Tensor] = {}
+        for p in [p for s in solves for p in s.params if p in grads]:
+            like = torch.empty_like(p, dtype=grads[p].dtype)
+            self.copies[p] = like.requires_grad_(False)
+        if solves:
+            self.replay = Replay(solves[0].site.lead.device)
+
+    def _solve(self, grads: Gradients, out: Directions) -> None:
+        found = self.replayed([grads[p] for p in self.copies])
+        out.update(zip(self.copies, found, strict=True))
 
     def replayed(self, grads: list[Tensor]) -> list[Tensor]:
-        """d from the gradients of `params`; it holds until the next call."""
-        assert self.graph is not None
+        """d from the gradients of `copies`; it holds until the next call."""
         places = list(self.copies.values())
-        torch._foreach_copy_(places, grads)
-        self.graph.replay()
+        if places:
+            torch._foreach_copy_(places, grads)
+            self.replay(self._run)
         return places
 
-    def _record(self, grads: Gradients) -> None:
-        """d takes the place of the copy of g."""
-        for p in self.params:
-            like = torch.empty_like(
-                p, dtype=grads[p].dtype, requires_grad=False
-            )
-            self.copies[p] = like
-
-        def run() -> None:
-            found: dict[nn.Parameter, Tensor] = {}
-            StepPlan._solve(self, self.copies, found)
-            places = list(self.copies.values())
-            torch._foreach_copy_(places, [found[p] for p in self.copies])
-
-        self.graph = record(self.solves[0].site.lead.device, run)
+    def _run(self) -> None:
+        found: Directions = {}
+        with torch.autocast(self.replay.device.type, enabled=False):
+            super()._solve(self.copies, found)
+        places = list(self.copies.values())
+        torch._foreach_copy_(places, [found[p] for p in self.copies])
 
 
 def _items(solves: Sequence[LayerRecord], grads: Gradients) -> dict[int, Item]:
@@ -122,52 +102,37 @@ def _items(solves: Sequence[LayerRecord], grads: Gradients) -> dict[int, Item]:
     if not available(solves[0].site.lead.device):
         return {}
     found = {}
-    served = [
-        s for s in solves if _served(s) and all(p in grads for p in s.params)
-    ]
+    served = [s for s in solves if _served(s, grads)]
     for solve, core in zip(served, _cores(served), strict=True):
-        item = _item(solve, core)
+        h, n_G, _ = solve.site.shape(solve.active)
+        solver = solve.solver
+        Y, _ = solver.basis
+        params = tuple(solve.params)
+        item = Item(Y, h * n_G, params, core, solver.failures)
         if fits(item):
             found[solve.index] = item
     return found
 
 
-def _served(solve: LayerRecord) -> bool:
+def _served(solve: LayerRecord, grads: Gradients) -> bool:
     """Whether d = g − Yᵀ(C(Yg)), and parameters lie as the layer's matrix does."""
-    solver: Any = solve.solver
-    basis = getattr(solver, "basis", None)
-    in_order = all(s.owner.kind.layout[0] in ROWS for s in solve.active)
-    return basis is not None and in_order
+    if getattr(solve.solver, "basis", None) is None:
+        return False
+    return all(s.in_order and s.param in grads for s in solve.active)
 
 
-def _item(solve: LayerRecord, core: Tensor) -> Item:
-    """A layer as the kernels take it."""
-    solver: Any = solve.solver
-    h, n_G, _ = solve.site.shape(solve.active)
-    pieces: list[Piece] = []
-    column = 0
-    for segment in solve.active:
-        pieces.append(Piece(segment.param, column, segment.shape[2]))
-        column += segment.shape[2]
-    Y, _ = solver.basis
-    return Item(Y, h * n_G, tuple(pieces), core, solver.failures)
-
-
-def _plain_items(
-    grads: Gradients, inside: set[nn.Parameter], items: dict[int, Item]
-) -> list[Item]:
+def _plain_items(grads: Gradients, served: list[Item]) -> list[Item]:
     """Parameters whose direction is their gradient, as blocks of no columns."""
-    Y = next(iter(items.values())).Y
+    Y = served[0].Y
     none = torch.zeros((), dtype=torch.int64, device=Y.device)
+    core = torch.empty(0, 0, dtype=torch.float32, device=Y.device)
+    inside = {p for item in served for p in item.params}
     out = []
     for p in grads:
-        if p in inside or p.device != Y.device or is_sharded(p):
+        if p in inside or is_sharded(p):
             continue
         rows = p.shape[0] if p.dim() > 1 else 1
-        empty = torch.empty(0, p.numel(), dtype=Y.dtype, device=p.device)
-        piece = Piece(p, 0, p.numel() // max(1, rows))
-        core = torch.empty(0, 0, dtype=torch.float32, device=p.device)
-        item = Item(empty, rows, (piece,), core, none)
+        item = Item(Y.new_empty(0, p.numel()), rows, (p,), core, none)
         if fits(item):
             out.append(item)
     return out
@@ -175,14 +140,13 @@ def _plain_items(
 
 def _cores(solves: Sequence[LayerRecord]) -> list[Tensor]:
     """C of d = g − Yᵀ(C(Yg)) for U = scale·Yᵀ, those of one size at once."""
-    sizes: dict[int, list[int]] = {}
-    solvers: list[Any] = [s.solver for s in solves]
-    for i, solver in enumerate(solvers):
-        sizes.setdefault(len(solver.inverse), []).append(i)
+    sizes: defaultdict[int, list[Any]] = defaultdict(list)
+    for solve in solves:
+        sizes[len(solve.solver.inverse)].append(solve.solver)
     out: dict[int, Tensor] = {}
     for same in sizes.values():
-        scale = torch.stack([solvers[i].basis[1] for i in same]).double()
-        C = torch.stack([solvers[i].inverse for i in same])
+        scale = torch.stack([solver.basis[1] for solver in same]).double()
+        C = torch.stack([solver.inverse for solver in same])
         C = C * scale.square()[:, None, None]
-        out |= zip(same, C.float().unbind(), strict=True)
-    return [out[i] for i in range(len(solves))]
+        out |= zip(map(id, same), C.float().unbind(), strict=True)
+    return [out[id(solve.solver)] for solve in solves]
