@@ -53,7 +53,7 @@ WORDS = ("layer", "form", "base", "why")  # columns that begin at the left
 def _row(p: Plan) -> tuple[str, ...]:
     d = p.dims
     sizes = [f"{v:,}" for v in (d.n, d.n_G, d.n_A, d.kappa, d.samples)]
-    base = f"kronecker {p.base_rank}" if p.base == "kronecker" else p.base
+    base = f"kronecker {d.base_rank}" if p.base == "kronecker" else p.base
     cost = size_of(p.bytes), f"{p.flops:.1e}"
     return (d.name, *sizes, p.form, base, *cost, p.why)
 
