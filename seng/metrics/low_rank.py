@@ -69,14 +69,6 @@ class Draft:
         return self.omega != IDENTITY
 
     @property
-    def merges(self) -> bool:
-        """Whether a basis is made of U; columns in half precision are kept as one."""
-        plan = self.layer.plan
-        if plan.form == "explicit" and self.layer.half:
-            return plan.dims.own is None and not self.sketched
-        return plan.form == "merged" and self.U.form != "sharded"
-
-    @property
     def last(self) -> Any:
         """The last state, where it keeps a basis of the same kind."""
         last: Any = self.layer.previous
@@ -87,10 +79,14 @@ class Draft:
 
     @property
     def width(self) -> int:
-        """How many directions are chosen for it; 0: all are kept."""
-        plan = self.layer.plan
-        chooses = self.merges and plan.form == "merged"
-        return plan.rank if chooses and plan.rank < len(self.gram) else 0
+        """How many directions a basis of U keeps; 0 where U stays as it is."""
+        plan, m = self.layer.plan, len(self.gram)
+        if plan.form == "merged" and self.U.form != "sharded":
+            return min(plan.rank, m)
+        # In half precision columns are kept as a basis.
+        exact = self.sketched or plan.dims.own is not None
+        columns = plan.form == "explicit" and self.layer.half
+        return m if columns and not exact else 0
 
 
 class LowRank(Metric):
@@ -113,8 +109,7 @@ class LowRank(Metric):
         return U if rank >= U.kappa else reduced_factors(U, rank, generator)
 
     def sides(self, chosen: Plan) -> int | None:
-        independent = self.curvature.combine == "independent"
-        if chosen.form != "implicit" or not independent:
+        if self.curvature.combine == "exact" or chosen.form != "implicit":
             return None
         return min(chosen.rank, chosen.dims.kappa)
 
@@ -131,8 +126,8 @@ class LowRank(Metric):
         c = self.curvature
         if not isinstance(state, LowRankState) or not state.fits(shape):
             return None
-        power = None if state.P is None else state.P.power
-        if power != (None if self.base is None else c.power):
+        power = getattr(state.P, "power", None)  # None: no base
+        if power != getattr(self.base, "power", None):
             return None
         return replace(state, relative=c.relative_damping, graft=c.grafts)
 
@@ -144,9 +139,9 @@ class LowRank(Metric):
     ) -> list[State]:
         """Grams, their leading directions, averages with the last bases, states."""
         drafts = self.drafts(layers, team, run)
-        drafts = self.truncated(drafts, run)
+        self.truncate(drafts, run)
         if self.curvature.averaging:
-            drafts = self.averaged(drafts, run)
+            self.average(drafts, run)
         return self.states(drafts)
 
     def drafts(
@@ -162,7 +157,8 @@ class LowRank(Metric):
 
     def _whitened(self, layer: LayerRefresh, team: Team) -> Draft:
         """P renewed from what was captured, and P^{-½}U."""
-        U, chosen = layer.U, layer.plan
+        U = layer.U
+        chosen = layer.plan
         if self.base is None:
             return Draft(layer, None, U)
         before = getattr(layer.previous, "P", None)
@@ -171,8 +167,12 @@ class LowRank(Metric):
         return Draft(layer, P, P.to_power(-0.5).of(U, rank))
 
     def _sketched(self, d: Draft, run: Run) -> Draft:
-        c, chosen, draw = self.curvature, d.layer.plan, d.layer.generator
-        U, sketch = d.U, c.sketch if chosen.dims.own is None else None
+        """Ω of the curvature, of layers with factors alone: others stay exact."""
+        U = d.U
+        c = self.curvature
+        chosen = d.layer.plan
+        draw = d.layer.generator
+        sketch = c.sketch if chosen.dims.own is None else None
         if chosen.form == "explicit":
             U = U.explicit()
         elif chosen.form == "implicit":
@@ -188,12 +188,13 @@ class LowRank(Metric):
 
     def _pooled(self, drafts: Sequence[Draft], team: Team) -> list[Draft]:
         """One basis per layer from the samples of all ranks."""
-        layers = [d.layer for d in drafts]
-        shares = [
-            Share(d.U, layer.counts, layer.plan.rank, layer.generator)
-            for d, layer in zip(drafts, layers, strict=True)
-        ]
-        half = any(layer.precision in HALF for layer in layers)
+        shares = []
+        half = False
+        for d in drafts:
+            layer = d.layer
+            rank = layer.plan.rank
+            shares.append(Share(d.U, layer.counts, rank, layer.generator))
+            half = half or layer.precision in HALF
         out = []
         bases = pooled(team, shares, self.curvature.sketch, half)
         for d, Y in zip(drafts, bases, strict=True):
@@ -220,46 +221,50 @@ class LowRank(Metric):
                 found[i] = largest, values[:k], V[:, :k]
         return [found[i] for i in range(len(drafts))]
 
-    def truncated(self, drafts: Sequence[Draft], run: Run) -> list[Draft]:
+    def truncate(self, drafts: list[Draft], run: Run) -> None:
         """Largest eigenvalues, and UV_k in place of U where a basis is kept."""
-        out = []
-        leading = self.leading(drafts, [d.width for d in drafts], run)
-        for d, (largest, values, V) in zip(drafts, leading, strict=True):
+        widths = [d.width if d.width < len(d.gram) else 0 for d in drafts]
+        leading = self.leading(drafts, widths, run)
+        for i, (largest, values, V) in enumerate(leading):
+            d = replace(drafts[i], top=largest)
             with d.layer.timer:
-                d = replace(d, top=largest)
-                out.append(_basis(d, values, V, run) if d.merges else d)
-        return out
+                # Each U is let go of as soon as its basis is there.
+                drafts[i] = _basis(d, values, V, run) if d.width else d
 
     def averaging(self, drafts: Sequence[Draft]) -> list[int]:
         """The places of those with a last basis to be averaged with."""
         return [i for i, d in enumerate(drafts) if d.last is not None]
 
-    def averaged(self, drafts: Sequence[Draft], run: Run) -> list[Draft]:
+    def average(self, drafts: list[Draft], run: Run) -> None:
         """δM_old + (1 − δ)M_new, at most `rank` directions."""
-        out, places = list(drafts), self.averaging(drafts)
+        places = self.averaging(drafts)
         for i in places:
-            with out[i].layer.timer:
-                out[i] = self._stacked(out[i])
-        stacks = [out[i] for i in places]
+            with drafts[i].layer.timer:
+                drafts[i] = self._stacked(drafts[i])
+        stacks = [drafts[i] for i in places]
         widths = [d.layer.plan.rank for d in stacks]
         leading = self.leading(stacks, widths, run)
         for i, (largest, _, V) in zip(places, leading, strict=True):
-            d = out[i]
+            d = drafts[i]
             with d.layer.timer:
                 U = d.old.mixed(d.U, V)
-                out[i] = replace(d, U=U, gram=U.gram(), top=largest)
-        return out
+                drafts[i] = replace(d, U=U, gram=U.gram(), top=largest)
 
     def _stacked(self, d: Draft) -> Draft:
         """√δ·U_old, in the coordinates of the new P, beside √(1−δ)·U; the Gram of both."""
         decay = self.curvature.averaging
-        last, old, K = d.last, d.last.U, d.last.gram
+        last = d.last
+        old = last.U
+        K = last.gram
         if d.P is not None:
-            back, forth = last.P.to_power(0.5), d.P.to_power(-0.5)
+            back = last.P.to_power(0.5)
+            forth = d.P.to_power(-0.5)
             old = old.mapped(lambda Y: forth.rows(back.rows(Y)))
         if d.P is not None or self.together:
             K = old.gram()
-        old = (old.halved() if d.layer.half else old).scaled(decay**0.5)
+        if d.layer.half:
+            old = old.halved()
+        old = old.scaled(decay**0.5)
         new = d.U.scaled((1 - decay) ** 0.5)
         across = old.across(new)
         above = torch.cat([decay * K, across], 1)
@@ -310,7 +315,8 @@ def _leading(
 
 def _basis(d: Draft, values: Tensor, V: Tensor, run: Run) -> Draft:
     """UV in place of U, exact in what it keeps; all of U where no directions were chosen."""
-    half, chosen = d.layer.half, V.shape[1] > 0
+    half = d.layer.half
+    chosen = V.shape[1] > 0
     error: Tensor | float = 0.0
     if chosen:
         with coarser(half and V.is_cuda):

@@ -260,17 +260,19 @@ def paper_form(d: Dims) -> tuple[str, str]:
 
 def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
     """One block: all layers merged with one k, or each with all its columns."""
-    samples = max((d.samples for d in dims), default=1)
-    k = min(c.rank, sum(d.n for d in dims))
-    k = k if c.averaging else min(k, samples)
     auto = c.form == "auto"
+    k = min(c.rank, sum(d.n for d in dims))
+    samples = max((d.samples for d in dims), default=1)
+    if not c.averaging:
+        k = min(k, samples)
     if c.form == "merged" or c.averaging or (auto and k < samples):
         why = f"k = {k} directions of the whole network"
         return [Plan(d, "merged", k, why) for d in dims]
-    why, plans = "all samples of the whole network", []
+    plans = []
     for d in dims:
         form = paper_form(d)[0] if auto else c.form
         rank = max(c.rank, d.kappa) if auto else c.rank
+        why = "all samples of the whole network"
         plans.append(Plan(d, d.own or form, rank, why))
     return plans
 
@@ -280,9 +282,16 @@ def site_dims(
 ) -> Dims:
     """What the plan needs to know of a site."""
     shape = site.shape(site.active() or site.segments)
-    precision = site.dtype.itemsize, half
-    own = site.own_form
-    return Dims(site.name, shape, kappa, samples, own, *precision, site.matrix)
+    return Dims(
+        site.name,
+        shape,
+        kappa,
+        samples,
+        site.own_form,
+        site.dtype.itemsize,
+        half,
+        site.matrix,
+    )
 
 
 Solver = Callable[[Tensor], Tensor]  # g (n,) -> d (n,)

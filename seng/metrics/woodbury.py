@@ -82,11 +82,12 @@ def woodbury(
     """
     ds, fine = _corrected(solvers, gs, pool)
     if gs[0].dtype == torch.float64 and all(s.U.exact for s in solvers):
-        cs = pool([s.project(d) for s, d in zip(solvers, ds, strict=True)])
         rests = []
+        cs = pool([s.project(d) for s, d in zip(solvers, ds, strict=True)])
         for s, g, d, c, ok in zip(solvers, gs, ds, cs, fine, strict=True):
             rest = g - d - s.U.mv(c / s.lam)  # of (I + UΞᵀΩ/λ) d = g
-            rests.append(torch.where(ok & rest.isfinite().all(), rest, 0))
+            ok = ok & rest.isfinite().all()
+            rests.append(torch.where(ok, rest, 0))
         more, _ = _corrected(solvers, rests, pool)
         ds = [d + m for d, m in zip(ds, more, strict=True)]
     for s, ok in zip(solvers, fine, strict=True):
@@ -97,8 +98,10 @@ def woodbury(
 def _corrected(
     solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """g − Ub of each layer, and whether b is finite."""
+    ds = []
+    fine = []
     cs = pool([s.project(g) for s, g in zip(solvers, gs, strict=True)])
-    ds, fine = [], []
     for s, g, c in zip(solvers, gs, cs, strict=True):
         b, ok = s.coefficients(c)
         ds.append(g - s.U.mv(b.to(g.dtype)))
