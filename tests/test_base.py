@@ -19,7 +19,7 @@ from seng.metrics.kronecker import (
     KroneckerState,
     inputs,
 )
-from seng.metrics.low_rank import LowRank
+from seng.metrics.low_rank import LowRank, reduced_factors
 from seng.metrics.woodbury import LowRankState
 
 F64 = torch.float64
@@ -603,8 +603,8 @@ def test_factors_in_half_precision_are_reduced_and_stay_so() -> None:
     torch.manual_seed(0)
     sides = (torch.randn(4, 1, n, 5).to(torch.bfloat16) for n in (6, 7))
     U = Implicit(*sides)
-    metric = LowRank(seng.Curvature("implicit", decay=0))
-    small = metric._factors(U, 5 - 2, torch.Generator)
+
+    small = reduced_factors(U, 5 - 2, torch.Generator)
     assert small.G.dtype == small.A.dtype == torch.bfloat16 and small.rank == 3
     whole = U.to(F64).explicit().U
     assert naive.relative_error(small.to(F64).explicit().U, whole) < 0.7

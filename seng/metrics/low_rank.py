@@ -16,10 +16,9 @@ once. Each step solves by `seng.metrics.woodbury`.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 from seng.distributed.pool import Share, pooled
 from seng.distributed.team import Team
 from seng.gpu.recorder import Run, directly
-from seng.linalg.implicit import Independent
+from seng.linalg.implicit import Implicit, Independent
 from seng.linalg.numerics import (
     deviation,
     one_by_one,
@@ -48,80 +47,69 @@ from seng.metrics.metric import (
     Metric,
     Plan,
     State,
-    plan,
 )
-from seng.metrics.woodbury import LowRankState, factorized
+from seng.metrics.woodbury import LowRankState, by_size, solvers_of
 
 
-@dataclass
-class _Draft:
-    """A layer's state in the making."""
+@dataclass(frozen=True)
+class Draft:
+    """A layer's state in the making; each stage of a refresh makes a new one."""
 
     layer: LayerRefresh
-    P: Any
-    U: Operator
-    omega: Omega
-    gram: Tensor
-    top: Tensor = field(init=False)
-    error: Tensor | None = None
+    P: Any  # the base; None: I
+    U: Any  # an operator, over the base
+    omega: Omega = IDENTITY
+    gram: Any = None  # of ΩU, (m, m)
+    top: Tensor | None = None  # its largest eigenvalue, (); None: not known
+    error: Tensor | float | None = None  # of a sketch that chose the basis
+    old: Any = None  # the last basis, to be averaged with this one
 
     @property
-    def merges(self) -> bool:
-        """Whether a basis is to be made of U."""
-        return self.layer.plan.form == "merged" and self.U.form != "sharded"
+    def sketched(self) -> bool:
+        return self.omega != IDENTITY
+
+    @property
+    def last(self) -> Any:
+        """The last state, where it keeps a basis of the same kind."""
+        last: Any = self.layer.previous
+        kind = self.U.form, getattr(self.P, "base", "identity")
+        if last is None or self.U.form not in ("merged", "sharded"):
+            return None
+        return last if (last.form, last.base) == kind else None
 
     @property
     def width(self) -> int:
-        """How many directions are kept; all of them where U stays as it is."""
-        m = len(self.gram)
-        return min(self.layer.plan.rank, m) if self.merges else m
-
-    def keep(self, U: Operator) -> None:
-        """U becomes a basis, exact in what it keeps."""
-        self.U, self.omega, self.gram = U, IDENTITY, U.gram()
+        """How many directions a basis of U keeps; 0 where U stays as it is."""
+        plan, m = self.layer.plan, len(self.gram)
+        if plan.form == "merged" and self.U.form != "sharded":
+            return min(plan.rank, m)
+        # In half precision columns are kept as a basis.
+        exact = self.sketched or plan.dims.own is not None
+        columns = plan.form == "explicit" and self.layer.half
+        return m if columns and not exact else 0
 
 
 class LowRank(Metric):
     """UUᵀ over λI, or over λP."""
 
+    curvature: Curvature
+
     def __init__(self, curvature: Curvature) -> None:
-        self.curvature = curvature
-        base = Kronecker(
-            float(curvature.power), curvature.base_rank, curvature.averaging
-        )
-        self.base = base if curvature.base == "kronecker" else None
-        self.reduces = (
-            self.base is None
-        )  # a base is made from all of the factors
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.curvature})"
-
-    def plan(
-        self,
-        dims: Sequence[Dims],
-        budget: int | None = None,
-        pooled: bool = False,
-    ) -> list[Plan]:
-        return plan(dims, self.curvature, budget, pooled)
+        self.curvature = c = curvature
+        base = Kronecker(float(c.power), c.base_rank, c.averaging)
+        self.base = base if c.base == "kronecker" else None
+        self.reduces = self.base is None  # a base is made of all factors
 
     def keep(self, U: Operator, dims: Dims, generator: Draw) -> Operator:
         """The smaller of columns and factors, or reduced factors if asked for."""
-        c = self.curvature
         (chosen,) = self.plan([dims])
-        if chosen.form == "implicit":
-            whole = chosen.rank >= U.kappa and c.combine == "exact"
-            factors = None if whole else U.factors()
-            return (
-                U
-                if factors is None
-                else _reduced(factors, chosen.rank, generator)
-            )
-        return U.smaller()
+        if chosen.form != "implicit":
+            return U.smaller()
+        rank = chosen.rank
+        return U if rank >= U.kappa else reduced_factors(U, rank, generator)
 
     def sides(self, chosen: Plan) -> int | None:
-        independent = self.curvature.combine == "independent"
-        if chosen.form != "implicit" or not independent:
+        if self.curvature.combine == "exact" or chosen.form != "implicit":
             return None
         return min(chosen.rank, chosen.dims.kappa)
 
@@ -138,10 +126,8 @@ class LowRank(Metric):
         c = self.curvature
         if not isinstance(state, LowRankState) or not state.fits(shape):
             return None
-        based = state.P is not None
-        if based != (self.base is not None) or (
-            based and state.P.power != c.power
-        ):
+        power = getattr(state.P, "power", None)  # None: no base
+        if power != getattr(self.base, "power", None):
             return None
         return replace(state, relative=c.relative_damping, graft=c.grafts)
 
@@ -151,154 +137,150 @@ class LowRank(Metric):
     def refresh(
         self, layers: Sequence[LayerRefresh], team: Team, run: Run = directly
     ) -> list[State]:
-        """The states of all layers, from captures to factors."""
+        """Grams, their leading directions, averages with the last bases, states."""
         drafts = self.drafts(layers, team, run)
-        self._merge(drafts, run)
+        self.truncate(drafts, run)
         if self.curvature.averaging:
-            self._average([d for d in drafts if _averages(d)], run)
-        relative, graft = (
-            self.curvature.relative_damping,
-            self.curvature.grafts,
-        )
-        return [
-            LowRankState(
-                d.U, d.omega, d.gram, d.top, relative, d.P, graft, d.error
-            )
-            for d in drafts
-        ]
+            self.average(drafts, run)
+        return self.states(drafts)
 
     def drafts(
         self, layers: Sequence[LayerRefresh], team: Team, run: Run
-    ) -> list[_Draft]:
-        """Each U in its planned form, sketched, with its Gram."""
-        white: list[tuple[LayerRefresh, Any, Operator]] = []
+    ) -> list[Draft]:
+        """Each U over its base and in its planned form, with the Gram of ΩU."""
+        found = []
         for layer in layers:
             with layer.timer:
-                white.append((layer, *self._whitened(layer, team)))
-        if team.pools:
-            return self._pooled(white, team)
-        out = []
-        for layer, P, U in white:
-            with layer.timer:
-                out.append(self._draft(layer, P, U, run))
-        return out
+                d = self._whitened(layer, team)
+                found.append(d if team.pools else self._sketched(d, run))
+        return self._pooled(found, team) if team.pools else found
 
-    def _whitened(
-        self, layer: LayerRefresh, team: Team
-    ) -> tuple[Any, Operator]:
+    def _whitened(self, layer: LayerRefresh, team: Team) -> Draft:
         """P renewed from what was captured, and P^{-½}U."""
+        U = layer.U
+        chosen = layer.plan
         if self.base is None:
-            return None, layer.U
-        previous: Any = layer.previous
-        before = None if previous is None else previous.P
+            return Draft(layer, None, U)
+        before = getattr(layer.previous, "P", None)
         P: Any = self.base.init(replace(layer, previous=before), team)
-        rank = (
-            layer.plan.rank if layer.plan.form == "implicit" else layer.U.kappa
-        )
-        return P, P.to_power(-0.5).of(layer.U, rank)
+        rank = chosen.rank if chosen.form == "implicit" else U.kappa
+        return Draft(layer, P, P.to_power(-0.5).of(U, rank))
 
-    def _draft(
-        self, layer: LayerRefresh, P: Any, U: Operator, run: Run
-    ) -> _Draft:
-        c, chosen = self.curvature, layer.plan
+    def _sketched(self, d: Draft, run: Run) -> Draft:
+        """Ω of the curvature, of layers with factors alone: others stay exact."""
+        U = d.U
+        c = self.curvature
+        chosen = d.layer.plan
+        draw = d.layer.generator
+        sketch = c.sketch if chosen.dims.own is None else None
         if chosen.form == "explicit":
             U = U.explicit()
         elif chosen.form == "implicit":
-            U = self._factors(U, chosen.rank, layer.generator)
-        sketch = (
-            c.sketch if chosen.dims.own is None else None
-        )  # others stay exact
+            U = reduced_factors(U, chosen.rank, draw)
+            if c.combine == "independent" and isinstance(U, Implicit):
+                U = Independent(U.G, U.A)
         if sketch is None or sketch.covers(U.shape):
             (gram,) = run(_gram, U)
-            return _Draft(layer, P, U, IDENTITY, gram)
-        seen = U.factors() or U
-        omega = sketch.draw(seen, layer.generator())
-        return _Draft(layer, P, seen, omega, omega.of(seen).gram())
+            return replace(d, U=U, gram=gram)
+        U = U.factors() or U
+        omega = sketch.draw(U, draw())
+        return replace(d, U=U, omega=omega, gram=omega.of(U).gram())
 
-    def _factors(self, U: Operator, rank: int, generator: Draw) -> Operator:
-        """The implicit form: factors of rank r, or all of them if they are no more."""
-        factors = U.factors()
-        if factors is None:
-            return U
-        independent = self.curvature.combine == "independent"
-        if rank < factors.kappa or independent:
-            factors = _reduced(factors, rank, generator)
-        return Independent(factors.G, factors.A) if independent else factors
-
-    def _pooled(
-        self, white: Sequence[tuple[LayerRefresh, Any, Operator]], team: Team
-    ) -> list[_Draft]:
+    def _pooled(self, drafts: Sequence[Draft], team: Team) -> list[Draft]:
         """One basis per layer from the samples of all ranks."""
-        shares = [
-            Share(U, layer.counts, layer.plan.rank, layer.generator)
-            for layer, _, U in white
-        ]
-        half = any(layer.precision in HALF for layer, _, _ in white)
-        bases = pooled(team, shares, self.curvature.sketch, half)
+        shares = []
+        half = False
+        for d in drafts:
+            layer = d.layer
+            rank = layer.plan.rank
+            shares.append(Share(d.U, layer.counts, rank, layer.generator))
+            half = half or layer.precision in HALF
         out = []
-        for (layer, P, _), Y in zip(white, bases, strict=True):
-            U = layer.basis(Y)
-            out.append(_Draft(layer, P, U, IDENTITY, U.gram()))
+        bases = pooled(team, shares, self.curvature.sketch, half)
+        for d, Y in zip(drafts, bases, strict=True):
+            U = d.layer.basis(Y)
+            out.append(replace(d, U=U, gram=U.gram()))
         return out
 
-    def _merge(self, drafts: Sequence[_Draft], run: Run) -> None:
-        """Largest eigenvalues, and UV_k where a basis is to be kept."""
-        for same in _by_size(drafts):
-            K = torch.stack([d.gram for d in same])
-            kept = [d.width for d in same if d.width < K.shape[-1]]
-            width = max(kept, default=0)
-            draw = same[0].layer.generator() if width else None
+    def leading(
+        self, drafts: Sequence[Draft], widths: Sequence[int], run: Run
+    ) -> list[Sequence[Tensor]]:
+        """Of each Gram the largest eigenvalue, and so many leading ones with their directions.
+
+        Grams of one size are worked on at once.
+        """
+        found: dict[int, Sequence[Tensor]] = {}
+        for same in by_size([d.gram for d in drafts]):
+            K = torch.stack([drafts[i].gram for i in same])
+            width = max(widths[i] for i in same)
+            begin = start(K, width, drafts[same[0]].layer.generator())
             small = directly if one_by_one(K) else run
-            tops, values, V = small(
-                _leading, K, start(K, width, draw), width=width
-            )
-            for i, d in enumerate(same):
-                d.top = tops[i]
-                with d.layer.timer:
-                    self._keep(d, values[i], V[i], run)
+            parts = small(_leading, K, begin, width=width)
+            for i, largest, values, V in zip(same, *parts, strict=True):
+                k = widths[i]
+                found[i] = largest, values[:k], V[:, :k]
+        return [found[i] for i in range(len(drafts))]
 
-    def _keep(self, d: _Draft, values: Tensor, V: Tensor, run: Run) -> None:
-        k, m, half = d.width, len(d.gram), d.layer.half
-        halves = half and d.omega == IDENTITY and d.layer.plan.dims.own is None
-        if not d.merges and not (halves and d.layer.plan.form == "explicit"):
-            return
-        d.error = torch.zeros((), device="cpu")
-        sketched = d.omega != IDENTITY
-        if k >= m:
-            Y = d.U.explicit().U.T
-        else:
-            with coarser(half and V.is_cuda):
-                (Y,) = run(_combined, d.U, V[:, :k])
-            if sketched:
-                d.error = deviation(Y, values[:k].to(Y.dtype))
-        d.keep(Merged.of(Y, d.U.shape, half))
-        if sketched:
-            d.top = top(d.gram[None])[0].to(d.gram.dtype)
-
-    def _average(self, drafts: Sequence[_Draft], run: Run) -> None:
-        """δM_old + (1 − δ)M_new, at most `rank` directions."""
-        decay = self.curvature.averaging
-        olds: dict[int, Any] = {}
-        for d in drafts:
+    def truncate(self, drafts: list[Draft], run: Run) -> None:
+        """Largest eigenvalues, and UV_k in place of U where a basis is kept."""
+        widths = [d.width if d.width < len(d.gram) else 0 for d in drafts]
+        leading = self.leading(drafts, widths, run)
+        for i, (largest, values, V) in enumerate(leading):
+            d = replace(drafts[i], top=largest)
             with d.layer.timer:
-                old, K_old = _carried_over(d)
-                across = old.across(d.U) * (decay * (1 - decay)) ** 0.5
-                above = torch.cat([decay * K_old, across], 1)
-                below = torch.cat([across.T, (1 - decay) * d.gram], 1)
-                d.gram = torch.cat([above, below])
-                olds[id(d)] = old.scaled(decay**0.5)
-        for same in _by_size(drafts):
-            K = torch.stack([d.gram for d in same])
-            width = max(d.layer.plan.rank for d in same)
-            begin = start(K, width, same[0].layer.generator())
-            small = directly if one_by_one(K) else run
-            tops, _, V = small(_leading, K, begin, width=width)
-            for i, d in enumerate(same):
-                with d.layer.timer:
-                    new = d.U.scaled((1 - decay) ** 0.5)
-                    W = V[i][:, : d.layer.plan.rank]
-                    d.keep(olds[id(d)].mixed(new, W))
-                d.top = tops[i]
+                # Each U is let go of as soon as its basis is there.
+                drafts[i] = _basis(d, values, V, run) if d.width else d
+
+    def averaging(self, drafts: Sequence[Draft]) -> list[int]:
+        """The places of those with a last basis to be averaged with."""
+        return [i for i, d in enumerate(drafts) if d.last is not None]
+
+    def average(self, drafts: list[Draft], run: Run) -> None:
+        """δM_old + (1 − δ)M_new, at most `rank` directions."""
+        places = self.averaging(drafts)
+        for i in places:
+            with drafts[i].layer.timer:
+                drafts[i] = self._stacked(drafts[i])
+        stacks = [drafts[i] for i in places]
+        widths = [d.layer.plan.rank for d in stacks]
+        leading = self.leading(stacks, widths, run)
+        for i, (largest, _, V) in zip(places, leading, strict=True):
+            d = drafts[i]
+            with d.layer.timer:
+                U = d.old.mixed(d.U, V)
+                drafts[i] = replace(d, U=U, gram=U.gram(), top=largest)
+
+    def _stacked(self, d: Draft) -> Draft:
+        """√δ·U_old, in the coordinates of the new P, beside √(1−δ)·U; the Gram of both."""
+        decay = self.curvature.averaging
+        last = d.last
+        old = last.U
+        K = last.gram
+        if d.P is not None:
+            back = last.P.to_power(0.5)
+            forth = d.P.to_power(-0.5)
+            old = old.mapped(lambda Y: forth.rows(back.rows(Y)))
+        if d.P is not None or self.together:
+            K = old.gram()
+        if d.layer.half:
+            old = old.halved()
+        old = old.scaled(decay**0.5)
+        new = d.U.scaled((1 - decay) ** 0.5)
+        across = old.across(new)
+        above = torch.cat([decay * K, across], 1)
+        below = torch.cat([across.T, (1 - decay) * d.gram], 1)
+        return replace(d, U=new, gram=torch.cat([above, below]), old=old)
+
+    def states(self, drafts: Sequence[Draft]) -> list[State]:
+        relative = self.curvature.relative_damping
+        out: list[State] = []
+        for d in drafts:
+            largest = d.top
+            if largest is None:
+                largest = top(d.gram[None])[0].to(d.gram.dtype)
+            kept = d.U, d.omega, d.gram, largest, relative, d.P
+            out.append(LowRankState(*kept, self.curvature.grafts, d.error))
+        return out
 
     def solvers(
         self,
@@ -306,10 +288,7 @@ class LowRank(Metric):
         dampings: Sequence[float],
         run: Run = directly,
     ) -> list[Any]:
-        relative = self.curvature.relative_damping
-        grams, tops = [s.gram for s in states], [s.top for s in states]
-        cores = factorized(grams, tops, dampings, relative, run)
-        return [s.solver(*core) for s, core in zip(states, cores, strict=True)]
+        return solvers_of(states, dampings, run)
 
 
 def _gram(U: Operator) -> tuple[Tensor]:
@@ -325,52 +304,43 @@ def _leading(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each K (L, m, m) the largest eigenvalue, and the leading ones and directions.
 
-    The largest is not a number where K is not finite.
+    They are not numbers where K is not finite.
     """
-    fine = K.isfinite().all(2).all(1)
-    K = torch.where(fine[:, None, None], K, 0)
-    if width:
-        values, V = spectrum(K, width, begin)
+    if not width:
+        return top(K).to(K.dtype), K[:, 0, :0], K[:, :, :0]
+    values, V = spectrum(K, width, begin)
+    largest = values[:, 0] if one_by_one(K) else top(K)
+    return largest.to(K.dtype), values, V.to(K.dtype)
+
+
+def _basis(d: Draft, values: Tensor, V: Tensor, run: Run) -> Draft:
+    """UV in place of U, exact in what it keeps; all of U where no directions were chosen."""
+    half = d.layer.half
+    chosen = V.shape[1] > 0
+    error: Tensor | float = 0.0
+    if chosen:
+        with coarser(half and V.is_cuda):
+            (Y,) = run(_combined, d.U, V)
     else:
-        values, V = K[:, :0, 0], K[:, :, :0]
-    tops = values[:, 0] if width and one_by_one(K) else top(K)
-    tops = torch.where(fine, tops, torch.nan)
-    return tops.to(K.dtype), values, V.to(K.dtype)
+        Y = d.U.explicit().U.T.to(d.gram.dtype)
+    if chosen and d.sketched:
+        error = deviation(Y, values.to(Y.dtype))
+    largest = None if d.sketched else d.top
+    U = Merged.of(Y, d.U.shape, half)
+    known = replace(d, U=U, gram=U.gram(), top=largest, error=error)
+    return replace(known, omega=IDENTITY)
 
 
-def _by_size(drafts: Sequence[_Draft]) -> list[list[_Draft]]:
-    groups: defaultdict[object, list[_Draft]] = defaultdict(list)
-    for d in drafts:
-        groups[len(d.gram), d.gram.dtype, d.gram.device].append(d)
-    return list(groups.values())
+def reduced_factors(U: Operator, rank: int, generator: Draw) -> Operator:
+    """U by factors of rank r, where it has any.
 
-
-def _averages(d: _Draft) -> bool:
-    """Whether there is a basis of the same kind to average with."""
-    previous: Any = d.layer.previous
-    if previous is None or d.U.form not in ("merged", "sharded"):
-        return False
-    base = "identity" if d.P is None else d.P.base
-    return bool(previous.form == d.U.form and previous.base == base)
-
-
-def _carried_over(d: _Draft) -> tuple[Any, Tensor]:
-    """The previous basis in the coordinates of the new P, and its Gram."""
-    previous: Any = d.layer.previous
-    old, gram = previous.U, previous.gram
-    if d.P is not None:
-        back, forth = previous.P.to_power(0.5), d.P.to_power(-0.5)
-        old = old.mapped(lambda Y: forth.rows(back.rows(Y)))
-        gram = old.gram()
-    return (old.halved() if d.layer.half else old), gram
-
-
-def _reduced(factors: Any, rank: int, generator: Draw) -> Any:
-    """Factors of rank r; half precision is enough for them, not for their products."""
-    precision = factors.G.dtype
-    return reduced(factors.to(wide(precision)), rank, generator()).to(
-        precision
-    )
+    Half precision is enough for them, not for the products that they come from.
+    """
+    factors = U.factors()
+    if factors is None or rank >= factors.kappa:
+        return factors or U
+    dtype = factors.values.dtype
+    return reduced(factors.to(wide(dtype)), rank, generator()).to(dtype)
 
 
 @contextmanager

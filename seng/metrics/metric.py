@@ -29,7 +29,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -89,25 +89,6 @@ class Dims:
             return replace(self, base="kronecker", base_rank=rank)
         return replace(self, base="diagonal")
 
-    def factors(self, rank: int) -> int:
-        """Numbers kept of one sample's factors; with a base, of columns if those are fewer."""
-        reduced = self.sides * min(rank, self.kappa)
-        if self.base == "identity":
-            return reduced
-        return self.n if self.base == "diagonal" else min(reduced, self.n)
-
-    def base_numbers(self, beside_U: bool) -> int:
-        """Numbers kept of P."""
-        if self.base == "identity":
-            return 0
-        weights = 1 if beside_U else 0  # P^{-½}, beside C or v itself
-        if self.base == "diagonal":
-            return (1 + weights) * self.n
-        h, n_G, n_A = self.shape
-        r_G, r_A = min(self.base_rank, n_G), min(self.base_rank, n_A)
-        vectors = n_G * r_G + n_A * r_A
-        return h * (vectors + (1 + weights) * (r_G + r_A) + 2 + weights) + 2
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -124,54 +105,46 @@ class Plan:
         return self.dims.base
 
     @property
-    def base_rank(self) -> int:
-        """Directions kept of each Kronecker factor."""
-        return self.dims.base_rank
+    def columns(self) -> tuple[int, int]:
+        """How many columns U is kept by, those of factors counted, and the numbers of each."""
+        d = self.dims
+        of_factors = d.samples * min(self.rank, d.kappa)
+        return {
+            "explicit": (d.samples, d.n),
+            "implicit": (of_factors, d.sides),
+            "lookup": (d.samples * d.kappa, d.n_A + 8 // d.itemsize),
+            "merged": (self.rank, d.n),
+        }.get(self.form, (0, 0))
+
+    @property
+    def powers(self) -> int:
+        """The powers of P that a solve takes: P^{-½} before and after U, or P⁻¹ alone."""
+        if self.base == "identity":
+            return 0
+        return 2 if self.rank else 1
 
     @property
     def bytes(self) -> int:
-        """Memory of U and P between refreshes."""
+        """Memory of U and P between refreshes; beside U, P^{-½} is kept too."""
         d = self.dims
-        numbers = {
-            "explicit": d.n * d.samples,
-            "implicit": d.factors(self.rank) * d.samples,
-            "lookup": d.samples * d.kappa * (d.n_A + 8 // d.itemsize),
-            "merged": d.n * self.rank,
-        }.get(self.form, 0)
-        halved = d.half and self.form != "lookup" and d.own is None
-        if self.form == "implicit":
-            halved = halved and (self.rank >= d.kappa or d.base != "identity")
-        itemsize = 2 if halved else d.itemsize
-        return numbers * itemsize + d.base_numbers(self.rank > 0) * d.itemsize
+        h, n_G, n_A = d.shape
+        count, size = self.columns
+        itemsize = 2 if d.half and d.own is None else d.itemsize
+        of_base = self.powers * d.n
+        if d.base == "kronecker":
+            r_G, r_A = min(d.base_rank, n_G), min(d.base_rank, n_A)
+            eigenvalues = self.powers * (r_G + r_A + 1)
+            of_base = h * (n_G * r_G + n_A * r_A + eigenvalues + 1) + 2
+        return count * size * itemsize + of_base * d.itemsize
 
     @property
     def flops(self) -> int:
-        """Operations of one solve: Uᵀg and Ub, and P^{-½} before and after, or P⁻¹."""
+        """Operations of one solve: Uᵀg and Ub, and the powers of P."""
         d = self.dims
-        sides = min(d.base_rank, d.shape[1]) + min(d.base_rank, d.shape[2])
-        base = {"identity": 0, "kronecker": 4 * sides + 1, "diagonal": 1}[
-            d.base
-        ]
-        if self.form == "lookup":
-            products = 4 * d.samples * d.kappa * d.n_A
-        else:
-            columns = {
-                "explicit": d.samples,
-                "implicit": d.samples * min(self.rank, d.kappa),
-                "merged": self.rank,
-            }.get(self.form, 0)
-            products = 4 * d.n * columns
-        return products + base * d.n * (2 if self.rank else 1)
-
-
-def paper_form(d: Dims) -> tuple[str, str]:
-    """Algorithm 1: implicit if the layer is large and its factors are the smaller."""
-    if d.n < THRESHOLD:
-        return "explicit", f"n < 𝒯 = {THRESHOLD:,}"
-    if d.n <= d.sides * d.kappa:
-        why = "n ≤ (n_G + n_A)κ: the factors would be larger than the gradient"
-        return "explicit", why
-    return "implicit", f"n ≥ 𝒯 and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
+        kept = min(d.base_rank, d.shape[1]) + min(d.base_rank, d.n_A)
+        count, _ = self.columns
+        size = d.n_A if self.form == "lookup" else d.n
+        return 4 * count * size + self.powers * (4 * kept + 1) * d.n
 
 
 def plan(
@@ -184,126 +157,123 @@ def plan(
 
     Refused where the curvature needs more than `budget` bytes, with what would fit.
     """
-    choose = _network_plans if curvature.blocks == "network" else _layer_plans
-    plans = choose(dims, curvature, pooled)
+    plans = _plans(dims, curvature, pooled)
+    if budget is None:
+        return plans
     needed = sum(p.bytes for p in plans)
-    if budget is None or needed <= budget:
+    if needed <= budget:
         return plans
     raise ValueError(
         f"the curvature needs {size_of(needed)} where memory={curvature.memory!r} "
-        f"allows {size_of(budget)}: {_what_fits(dims, curvature, budget, pooled, choose)}"
+        f"allows {size_of(budget)}: {_what_fits(dims, curvature, budget, pooled)}"
     )
 
 
-Choose = Callable[[Sequence[Dims], Curvature, bool], list[Plan]]
-
-
 def _what_fits(
-    dims: Sequence[Dims],
-    c: Curvature,
-    budget: int,
-    pooled: bool,
-    choose: Choose,
+    dims: Sequence[Dims], c: Curvature, budget: int, pooled: bool
 ) -> str:
     """The largest halving of the ranks that fits, in words."""
-    based = c.base != "identity"
-    while c.rank > 1 or (based and c.base_rank > 1):
-        rank = max(1, c.rank // 2) if c.rank else 0
-        base_rank = max(1, c.base_rank // 2) if based else c.base_rank
-        c = replace(c, rank=rank, base_rank=base_rank)
-        if sum(p.bytes for p in choose(dims, c, pooled)) <= budget:
-            smaller = [f"rank={c.rank}"] if c.rank else []
-            smaller += [f"base_rank={c.base_rank}"] if based else []
-            return f"{' and '.join(smaller)} would fit"
+    ranks = {"rank": c.rank} if c.rank else {}
+    if c.base != "identity":
+        ranks["base_rank"] = c.base_rank
+    while max(ranks.values()) > 1:
+        ranks = {name: max(1, rank // 2) for name, rank in ranks.items()}
+        plans = _plans(dims, replace(c, **ranks), pooled)  # type: ignore[arg-type]
+        if sum(p.bytes for p in plans) <= budget:
+            words = [f"{name}={rank}" for name, rank in ranks.items()]
+            return f"{' and '.join(words)} would fit"
     return "use fewer samples, another form or more memory"
 
 
-def _layer_plans(
-    dims: Sequence[Dims], c: Curvature, pooled: bool
-) -> list[Plan]:
-    if c.base != "identity":
-        dims = [d.based(c.base_rank) for d in dims]
-    return [_in_base(_layer_plan(d, c, pooled)) for d in dims]
+def _plans(dims: Sequence[Dims], c: Curvature, pooled: bool) -> list[Plan]:
+    if c.blocks == "network":
+        return _network_plans(dims, c)
+    return [_layer_plan(d, c, pooled) for d in dims]
 
 
 def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
+    form, rank, why = _form(d, c, pooled)
+    if c.base == "identity":
+        return Plan(d, form, rank, why)
+    d = d.based(c.base_rank)
+    # In the coordinates of P, factors may be no fewer numbers than columns.
+    shrinks = d.factored and d.sides * min(rank, d.kappa) < d.n
+    if form == "implicit" and not shrinks:
+        form = "explicit"
+        why = f"{why}; as columns, since a {d.base} base leaves no smaller factors"
+    return Plan(d, form, rank, why)
+
+
+def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
+    """The form of one layer, its rank, and why."""
     if c.rank == 0:
-        return Plan(d, "merged", 0, "the base alone")
+        return "merged", 0, "the base alone"
     width = min(c.rank, d.n)  # of a merged basis
     width = width if c.averaging else min(width, d.samples)
     if pooled:
         width = min(d.samples, d.n) if c.form == "explicit" else width
-        return Plan(
-            d,
+        return (
             "merged",
             width,
             f"k = {width} directions, the same on all ranks",
         )
     if d.own is not None:
-        return _own_plan(d, d.own, c)
+        return _own_form(d, d.own, c)
     if c.form != "auto":
-        return Plan(
-            d, c.form, width if c.form == "merged" else c.rank, "asked for"
-        )
+        return c.form, width if c.form == "merged" else c.rank, "asked for"
     if c.averaging:
         why = f"curvature is accumulated (decay={c.averaging})"
-        return Plan(d, "merged", width, why)
-    form, why = paper_form(d)
-    if c.combine == "independent":
-        return Plan(d, form, c.rank, why)
-    if c.rank < d.samples:
+        return "merged", width, why
+    if c.combine == "exact" and c.rank < d.samples:
         why = f"k = {width} directions instead of ϱ = {d.samples} samples"
-        return Plan(d, "merged", width, why)
-    return Plan(
-        d, form, c.rank, f"ϱ = {d.samples} ≤ rank: nothing to merge; {why}"
-    )
+        return "merged", width, why
+    form, why = paper_form(d)
+    if c.combine == "exact":
+        why = f"ϱ = {d.samples} ≤ rank: nothing to merge; {why}"
+    return form, c.rank, why
 
 
-def _own_plan(d: Dims, own: str, c: Curvature) -> Plan:
+def _own_form(d: Dims, own: str, c: Curvature) -> tuple[str, int, str]:
     """Norms and embeddings stay exact, and are merged only to be accumulated."""
-    kept = {
+    why = {
         "explicit": "no factors: its columns as they are",
         "lookup": "embedding: the rows that were looked up",
     }[own]
-    if not c.averaging:
-        return Plan(d, own, d.samples, kept)
-    width = min(max(c.rank, d.samples), d.n)
-    if own == "explicit" or d.n * width <= THRESHOLD:
-        why = f"no factors; curvature is accumulated (decay={c.averaging})"
-        return Plan(d, "merged", width, why)
-    why = f"{kept}, replaced at each refresh since a basis would be too large"
-    return Plan(d, own, d.samples, why)
+    if c.averaging:
+        width = min(max(c.rank, d.samples), d.n)
+        if own == "explicit" or d.n * width <= THRESHOLD:
+            why = f"no factors; curvature is accumulated (decay={c.averaging})"
+            return "merged", width, why
+        why += ", replaced at each refresh since a basis would be too large"
+    return own, d.samples, why
 
 
-def _in_base(p: Plan) -> Plan:
-    """In the coordinates of P, factors may be no fewer numbers than columns."""
-    d = p.dims
-    if d.base == "identity" or p.form != "implicit" or d.factors(p.rank) < d.n:
-        return p
-    why = (
-        f"{p.why}; as columns, since a {d.base} base leaves no smaller factors"
-    )
-    return replace(p, form="explicit", why=why)
+def paper_form(d: Dims) -> tuple[str, str]:
+    """Algorithm 1: implicit if the layer is large and its factors are the smaller."""
+    if d.n < THRESHOLD:
+        return "explicit", f"n < 𝒯 = {THRESHOLD:,}"
+    if d.n <= d.sides * d.kappa:
+        why = "n ≤ (n_G + n_A)κ: the factors would be larger than the gradient"
+        return "explicit", why
+    return "implicit", f"n ≥ 𝒯 and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
 
 
-def _network_plans(
-    dims: Sequence[Dims], c: Curvature, pooled: bool
-) -> list[Plan]:
+def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
     """One block: all layers merged with one k, or each with all its columns."""
-    samples = max((d.samples for d in dims), default=1)
+    auto = c.form == "auto"
     k = min(c.rank, sum(d.n for d in dims))
-    k = k if c.averaging else min(k, samples)
-    merges = c.form == "auto" and (c.averaging > 0 or k < samples)
-    if c.form == "merged" or merges:
+    samples = max((d.samples for d in dims), default=1)
+    if not c.averaging:
+        k = min(k, samples)
+    if c.form == "merged" or c.averaging or (auto and k < samples):
         why = f"k = {k} directions of the whole network"
         return [Plan(d, "merged", k, why) for d in dims]
     plans = []
     for d in dims:
-        asked = paper_form(d)[0] if c.form == "auto" else c.form
-        rank = max(c.rank, d.kappa) if c.form == "auto" else c.rank
-        plans.append(
-            Plan(d, d.own or asked, rank, "all samples of the whole network")
-        )
+        form = paper_form(d)[0] if auto else c.form
+        rank = max(c.rank, d.kappa) if auto else c.rank
+        why = "all samples of the whole network"
+        plans.append(Plan(d, d.own or form, rank, why))
     return plans
 
 
@@ -312,10 +282,15 @@ def site_dims(
 ) -> Dims:
     """What the plan needs to know of a site."""
     shape = site.shape(site.active() or site.segments)
-    itemsize = site.dtype.itemsize
-    own = site.own_form
     return Dims(
-        site.name, shape, kappa, samples, own, itemsize, half, site.matrix
+        site.name,
+        shape,
+        kappa,
+        samples,
+        site.own_form,
+        site.dtype.itemsize,
+        half,
+        site.matrix,
     )
 
 
@@ -372,9 +347,8 @@ class State(ABC):
 
     def fine(self) -> Tensor:
         """Whether all of it is finite, (); a refresh that is not is dropped."""
-        found = [
-            t.isfinite().all() for t in self.tensors() if t.is_floating_point()
-        ]
+        floats = [t for t in self.tensors() if t.is_floating_point()]
+        found = [t.isfinite().all() for t in floats]
         return torch.stack(found).all() if found else TRUE
 
     def spectrum(self, damping: float | None) -> tuple[Any, Any, Any]:
@@ -388,12 +362,14 @@ class State(ABC):
     @property
     def dtype(self) -> torch.dtype | None:
         """The precision that it solves in; None: in any."""
-        floats = [t.dtype for t in self.tensors() if t.is_floating_point()]
-        return floats[0] if floats else None
+        for t in self.tensors():
+            if t.is_floating_point():
+                return t.dtype
+        return None
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        return sum(t.nbytes for t in self.tensors())
 
 
 class Metric(ABC):
@@ -403,13 +379,12 @@ class Metric(ABC):
     per_sample = True  # whether dimension 0 has to be the sample
     reduces = False  # whether `keep` does anything
     together = False  # whether all layers share one solve
-    makes: type[State] | None = (
-        None  # what `init` gives; None: nothing is loaded
-    )
+    makes: type[State] | None = None  # by `init`; None: nothing is loaded
+    curvature: Curvature | None = None  # what plans follow, if any
 
     def __repr__(self) -> str:
         """The same on all ranks, which compare what they build."""
-        return f"{type(self).__name__}()"
+        return f"{type(self).__name__}({self.curvature or ''})"
 
     def refuses(self, site: Site) -> str | None:
         """Why a layer takes the plain gradient, in words; None where it is covered."""
@@ -422,7 +397,9 @@ class Metric(ABC):
         pooled: bool = False,
     ) -> list[Plan]:
         """One plan per layer; `pooled` where all ranks share one curvature."""
-        return [Plan(d, "own", 0, type(self).__name__) for d in dims]
+        if self.curvature is None:
+            return [Plan(d, "own", 0, type(self).__name__) for d in dims]
+        return plan(dims, self.curvature, budget, pooled)
 
     def keep(self, U: Operator, dims: Dims, generator: Draw) -> Operator:
         """What of a capture waits from the backward until step()."""
@@ -461,9 +438,8 @@ class Metric(ABC):
         run: Run = directly,
     ) -> list[Solver]:
         """The solvers of several layers, each with its damping."""
-        return [
-            s.at(damping) for s, damping in zip(states, dampings, strict=True)
-        ]
+        pairs = zip(states, dampings, strict=True)
+        return [state.at(damping) for state, damping in pairs]
 
 
 @dataclass(frozen=True)
@@ -481,16 +457,13 @@ class PowerSolver:
 def tensors_of(*values: Any) -> list[Tensor]:
     """The tensors in nested dataclasses, each once."""
     found: dict[int, Tensor] = {}
-
-    def walk(value: Any) -> None:
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop(0)
         if isinstance(value, Tensor):
             found[id(value)] = value
         elif is_dataclass(value):
-            for f in fields(value):
-                walk(getattr(value, f.name))
-
-    for value in values:
-        walk(value)
+            waiting[:0] = vars(value).values()
     return list(found.values())
 
 

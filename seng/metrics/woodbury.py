@@ -73,12 +73,8 @@ class LowRankSolver:
         return torch.where(fine, b, 0).to(c.dtype), fine
 
 
-def _each(cs: list[Tensor]) -> list[Tensor]:
-    return cs
-
-
 def woodbury(
-    solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool = _each
+    solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool = list
 ) -> list[Tensor]:
     """g − Ub of each layer; g where b is not finite, which is counted.
 
@@ -86,11 +82,12 @@ def woodbury(
     """
     ds, fine = _corrected(solvers, gs, pool)
     if gs[0].dtype == torch.float64 and all(s.U.exact for s in solvers):
-        cs = pool([s.project(d) for s, d in zip(solvers, ds, strict=True)])
         rests = []
+        cs = pool([s.project(d) for s, d in zip(solvers, ds, strict=True)])
         for s, g, d, c, ok in zip(solvers, gs, ds, cs, fine, strict=True):
             rest = g - d - s.U.mv(c / s.lam)  # of (I + UΞᵀΩ/λ) d = g
-            rests.append(torch.where(ok & rest.isfinite().all(), rest, 0))
+            ok = ok & rest.isfinite().all()
+            rests.append(torch.where(ok, rest, 0))
         more, _ = _corrected(solvers, rests, pool)
         ds = [d + m for d, m in zip(ds, more, strict=True)]
     for s, ok in zip(solvers, fine, strict=True):
@@ -101,8 +98,10 @@ def woodbury(
 def _corrected(
     solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """g − Ub of each layer, and whether b is finite."""
+    ds = []
+    fine = []
     cs = pool([s.project(g) for s, g in zip(solvers, gs, strict=True)])
-    ds, fine = [], []
     for s, g, c in zip(solvers, gs, cs, strict=True):
         b, ok = s.coefficients(c)
         ds.append(g - s.U.mv(b.to(g.dtype)))
@@ -110,34 +109,33 @@ def _corrected(
     return ds, fine
 
 
-def factorized(
-    grams: Sequence[Tensor],
-    tops: Sequence[Tensor],
-    dampings: Sequence[float],
-    relative: bool,
-    run: Run = directly,
-) -> list[tuple[Tensor, Tensor]]:
-    """λ and (λI + K)⁻¹ of every K, those of one size at once."""
-    sizes: defaultdict[object, list[int]] = defaultdict(list)
-    for i, K in enumerate(grams):
-        sizes[len(K), K.dtype, K.device].append(i)
-    out: dict[int, tuple[Tensor, Tensor]] = {}
-    for same in sizes.values():
-        K = torch.stack([grams[i] for i in same])
-        numbers = torch.tensor(
-            [dampings[i] for i in same], dtype=K.dtype, device="cpu"
-        )
-        lam = send(numbers, K.device)
-        top = torch.stack([tops[i] for i in same])
-        lams, inverses = run(_inverses, K, lam, top, relative=relative)
-        for i, one, core in zip(
-            same, lams.unbind(), inverses.unbind(), strict=True
-        ):
-            out[i] = one.clone(), core.clone()  # without those of the others
-    return [out[i] for i in range(len(grams))]
+def by_size(matrices: Sequence[Tensor]) -> list[list[int]]:
+    """The places of those that can be worked on at once."""
+    places: defaultdict[object, list[int]] = defaultdict(list)
+    for i, K in enumerate(matrices):
+        places[len(K), K.dtype, K.device].append(i)
+    return list(places.values())
 
 
-def _inverses(
+def solvers_of(
+    states: Sequence[Any], dampings: Sequence[float], run: Run = directly
+) -> list[LowRankSolver]:
+    """The solver of each state at its λ; Grams of one size are factorized at once."""
+    found: dict[int, LowRankSolver] = {}
+    for same in by_size([state.gram for state in states]):
+        K = torch.stack([states[i].gram for i in same])
+        top = torch.stack([states[i].top for i in same])
+        given = [dampings[i] for i in same]
+        numbers = torch.tensor(given, dtype=K.dtype, device="cpu")
+        lam, relative = send(numbers, K.device), states[same[0]].relative
+        parts = run(inverses, K, lam, top, relative=relative)
+        for i, one, core in zip(same, *parts, strict=True):
+            # Without the memory of the others.
+            found[i] = states[i].solver(one.clone(), core.clone())
+    return [found[i] for i in range(len(states))]
+
+
+def inverses(
     K: Tensor, lam: Tensor, tops: Tensor, *, relative: bool
 ) -> tuple[Tensor, Tensor]:
     """λ and (λI + K)⁻¹, in float64: the error of b enters d times λ_max/λ."""
@@ -164,7 +162,7 @@ class LowRankState(State):
     relative: bool  # whether the damping is in units of `top`
     P: Any = None  # the state of the base; None: I
     graft: bool = False
-    merge_error: Tensor | None = field(
+    merge_error: Tensor | float | None = field(
         default=None, metadata=UNSAVED
     )  # of a sketch that chose a basis
     Xi: Operator = field(init=False)
@@ -189,7 +187,7 @@ class LowRankState(State):
     @property
     def bytes(self) -> int:
         kept = tensors_of(self.U, self.P, self.white)
-        return sum(t.numel() * t.element_size() for t in kept)
+        return sum(t.nbytes for t in kept)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -206,8 +204,7 @@ class LowRankState(State):
         return self.top.isfinite() & self.gram.isfinite().all()
 
     def at(self, damping: float) -> LowRankSolver:
-        (core,) = factorized([self.gram], [self.top], [damping], self.relative)
-        return self.solver(*core)
+        return solvers_of([self], [damping])[0]
 
     def solver(self, lam: Tensor, inverse: Tensor) -> LowRankSolver:
         """At a λ whose factorization is at hand."""
@@ -219,11 +216,10 @@ class LowRankState(State):
     def spectrum(
         self, damping: float | None
     ) -> tuple[float, float, float | None]:
-        largest, trace = float(self.top), float(eigh(self.gram)[0].sum())
-        unit = largest if self.relative else 1.0
-        if self.relative and largest <= 0 and damping is not None:
-            return largest, trace, 1.0
-        return largest, trace, None if damping is None else damping * unit
+        largest, lam = float(self.top), damping
+        if self.relative and damping is not None:
+            lam = damping * largest if largest > 0 else 1.0
+        return largest, float(self.gram.trace()), lam
 
     @property
     def sketch_error(self) -> Tensor | float | None:  # type: ignore[override]

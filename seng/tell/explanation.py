@@ -69,7 +69,7 @@ def _row(p: Plan) -> tuple[str, ...]:
         f"{d.kappa:,}",
         f"{d.samples:,}",
         p.form,
-        f"kronecker {p.base_rank}" if p.base == "kronecker" else p.base,
+        f"kronecker {d.base_rank}" if p.base == "kronecker" else p.base,
         size_of(p.bytes),
         f"{p.flops:.1e}",
         p.why,

@@ -19,7 +19,7 @@ from seng.linalg.implicit import Implicit, Independent
 from seng.linalg.numerics import inverse, reduced
 from seng.linalg.operators import Explicit, Merged, Operator
 from seng.linalg.sketch import Identity, KroneckerRows, Omega, Rows
-from seng.metrics.woodbury import LowRankSolver, LowRankState, factorized
+from seng.metrics.woodbury import LowRankSolver, LowRankState, inverses
 
 Sizes = dict[str, int]  # by the paper's symbol
 Ready = tuple[
@@ -117,10 +117,9 @@ def _state(U: Operator, omega: Omega) -> tuple[LowRankState, int]:
 
 def _factorized(state: LowRankState) -> LowRankSolver:
     """The solver, with K and (λI + K)⁻¹ made anew."""
-    (core,) = factorized(
-        [state.Xi.gram()], [state.top], [DAMPING], relative=False
-    )
-    return state.solver(*core)
+    K, lam = state.Xi.gram(), torch.tensor([DAMPING], dtype=DTYPE)
+    lams, cores = inverses(K[None], lam, state.top[None], relative=False)
+    return state.solver(lams[0], cores[0])
 
 
 def low_rank(s: Sizes) -> Ready:
