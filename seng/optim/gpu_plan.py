@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from seng.gpu.grouped import Grouped, Item, Piece, available, fits
 from seng.gpu.recorder import Graph, capturing, record, write
-from seng.layers.kinds import ROWS
 from seng.layers.sites import is_sharded
 from seng.optim.step_plan import (
     Gradients,
@@ -139,7 +138,7 @@ def _served(solve: LayerSolve) -> bool:
     """Whether d = g − Yᵀ(C(Yg)), and parameters lie as the layer's matrix does."""
     solver: Any = solve.solver
     basis = getattr(solver, "basis", None)
-    in_order = all(s.owner.kind.layout[0] in ROWS for s in solve.active)
+    in_order = all(s.in_order for s in solve.active)
     return basis is not None and in_order
 
 

@@ -67,7 +67,7 @@ def inspect(optimizer: Any) -> Inspection:
         steps=engine.clock.steps,
         refreshes=engine.clock.renewals,
         waiting=len(engine.collector.samples),
-        armed=engine.collector.capture.armed,
+        armed=engine.collector.armed,
         missed=engine.clock.missed,
         uncovered=engine.uncovered,
         budget=engine.budget,
