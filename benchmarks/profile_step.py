@@ -63,7 +63,7 @@ def host_microseconds(
 
 PARTS = {  # of a step with a refresh: where the host spends its time, each with what it calls
     "hooks of the forward": (capture._Hook, "__call__"),
-    "captures in the backward": (samples.Samples, "receive"),
+    "captures in the backward": (samples.Collector, "receive"),
     "refresh": (engine.Engine, "refresh"),
     "  its wait for the device": (refresh, "read"),
     "  Grams": (LowRank, "drafts"),
@@ -98,7 +98,7 @@ def host_parts(
         for name, (owner, attribute) in PARTS.items():
             patch(owner, attribute, timed(getattr(owner, attribute), name))
         collector = opt.engine.collector
-        patch(collector.capture, "receive", collector.samples.receive)
+        patch(collector, "receive", collector.receive)
         for _ in range(5):
             for times in spent.values():
                 times.append(0.0)

@@ -479,9 +479,9 @@ def test_between_refreshes_nothing_is_stored(monkeypatch):
     )
     opt = optimizer(model, refresh_every=3)
     calls = []
-    receive = opt.engine.collector.capture.receive
+    receive = opt.engine.collector.receive
     monkeypatch.setattr(
-        opt.engine.collector.capture,
+        opt.engine.collector,
         "receive",
         lambda *a: (calls.append(1), receive(*a)),
     )

@@ -81,6 +81,7 @@ def ours(
     opt = seng.SENG(module, curvature=curvature, strict=True)
     oracle.ModelWithLoss(module, loss_reduction)(x).backward()
     samples, grads = opt.engine.collector.samples, {}
+    samples.settle()
     B = samples.total
     scale = max(B, 1) ** 0.5 / (
         1 if loss_reduction == "mean" else max(B, 1)
@@ -320,9 +321,7 @@ def test_a_wrong_rule_is_found(case: Case, wrong, monkeypatch):
     monkeypatch.setitem(
         seng.layers.kinds.KINDS,
         kind.type,
-        dataclasses.replace(
-            kind, rule=WRONG[wrong](kind), unfolded_later=None
-        ),
+        dataclasses.replace(kind, rule=WRONG[wrong](kind)),
     )
     assert not agrees(x, layer)
     with pytest.raises(AssertionError, match="values do not match"):

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
+import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -35,57 +33,59 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-# (the backward, the layer, whether in training, whether of an own batch, a, g)
-Receive = Callable[[int, int, bool, bool, Tensor, Tensor], None]
-
 
 class Capture:
     """Hooks on `layers`; `receive` is called inside the backward, once per call of a layer."""
 
-    def __init__(self, layers: Sequence[nn.Module], receive: Receive) -> None:
-        self._armed = False
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.armed = False  # whether backwards now are captured
         self.eager = False  # whether it has captured without a compiler
         self.compiled = False  # whether a compiler was ever seen
-        self.own = False  # whether forwards now feed only the curvature
-        self.receive = receive
+        self.aside = False  # whether forwards now feed only the curvature
         # Looked at while tracing, so that a graph from before there were more layers is not taken.
         self.size = f"{len(layers)} layers"
-        self.key = next(_NUMBERS)
-        _CAPTURES[self.key] = self
+        key = next(_NUMBERS)
+        _CAPTURES[key] = self
+        capture = weakref.ref(self)
         self.hooks = [
-            _Hook(weakref.ref(self), weakref.ref(layer), self.key, i)
-            for i, layer in enumerate(layers)
+            _Hook(capture, layer, key, i) for i, layer in enumerate(layers)
         ]
         self.handles: list[RemovableHandle] = []
         self.remove = weakref.finalize(self, _remove, self.handles, 0)
         self.remove.atexit = False
-        self._attach()
+        self.attach()
 
-    @property
-    def armed(self) -> bool:
-        """Whether backwards now are captured."""
-        return self._armed
+    def receive(
+        self,
+        layer: int,
+        training: bool,
+        aside: bool,
+        task: int,
+        a: Tensor,
+        g: Tensor,
+    ) -> None:
+        """Take a layer's input and its output's gradient in a backward, `task`."""
+        raise NotImplementedError
 
-    @armed.setter
-    def armed(self, armed: bool) -> None:
-        self._armed = armed
-        if not self.remove.alive or self.compiled or not self.eager:
-            return
+    def watch(self, armed: bool) -> None:
+        """From now on capture backwards, or let them pass."""
+        self.armed = armed
         if armed:
-            self._attach()
-        else:
+            self.attach()
+        elif self.eager and not self.compiled:
             _remove(self.handles, 1)
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
         """All hooks that are not there; before those of others, which may change the output."""
+        if not self.remove.alive:
+            return
         for hook in self.hooks[len(self.handles) :]:
             layer = hook.layer()
             if layer is not None:
-                self.handles.append(
-                    layer.register_forward_hook(
-                        hook, with_kwargs=True, prepend=True
-                    )
+                handle = layer.register_forward_hook(
+                    hook, with_kwargs=True, prepend=True
                 )
+                self.handles.append(handle)
 
 
 def _remove(handles: list[RemovableHandle], keep: int) -> None:
@@ -98,10 +98,9 @@ def _remove(handles: list[RemovableHandle], keep: int) -> None:
 def _traced(key: int) -> bool:
     """Called when a hook is traced, not when the graph runs: from now on all hooks stay."""
     capture = _CAPTURES.get(key)
-    if capture is not None and not capture.compiled:
+    if capture is not None:
         capture.compiled = True
-        if capture.remove.alive:
-            capture._attach()
+        capture.attach()
     return True
 
 
@@ -116,16 +115,14 @@ class _Hook:
     def __init__(
         self,
         capture: weakref.ref[Capture],
-        layer: weakref.ref[nn.Module],
+        layer: nn.Module,
         key: int,
         index: int,
     ) -> None:
-        self.capture, self.layer, self.key, self.index = (
-            capture,
-            layer,
-            key,
-            index,
-        )
+        self.capture = capture
+        self.layer = weakref.ref(layer)
+        self.key = key
+        self.index = index
         # A tensor, so that one compiled graph serves all equal layers.
         self.where = torch.tensor([key, index], device="cpu")
 
@@ -137,8 +134,7 @@ class _Hook:
         out: Any,
     ) -> Any:
         compiling = torch.compiler.is_compiling()
-        traced = compiling and torch.compiler.is_dynamo_compiling()
-        if traced:
+        if compiling and torch.compiler.is_dynamo_compiling():
             _traced(self.key)
         elif compiling and torch.compiler.is_exporting():
             return None
@@ -148,12 +144,12 @@ class _Hook:
         capture = self.capture()
         if capture is None or not capture.armed or layer is not self.layer():
             return None
-        if not compiling:
-            _root()  # also where nothing is captured: a backward that starts inside belongs to it
+        # Also where nothing is captured: a backward that starts inside belongs to it.
+        outer = -1 if compiling else _outermost()
         a = _input(layer, (*args, *kwargs.values()), out)
         if a is None:
             return None
-        mode = layer.training, capture.own
+        mode = layer.training, capture.aside
         if compiling and capture.size:
             where = self.where, *mode, _call_number()
             return _CompiledTap.apply(out, a.detach(), *where)  # type: ignore[no-untyped-call]
@@ -163,27 +159,40 @@ class _Hook:
         # What is not made by this forward may be written to before the step, as a buffer for
         # batches.
         kept = a.detach().clone() if a.grad_fn is None else a.detach()
+        receive = partial(capture.receive, self.index, *mode)
         # A layer may have saved its output, which stays as it is.
         with _unsafe_preserve_version_counter(out):
-            tapped = _Tap.apply(out, kept, capture.receive, self.index, *mode)  # type: ignore[no-untyped-call]
-        _ = (
-            tapped.grad_fn
-        )  # a view makes it only now; torch's register_hook would crash before
+            tapped = _Tap.apply(out, kept, receive, outer)  # type: ignore[no-untyped-call]
+        # A view makes it only now; torch's register_hook would crash before.
+        _ = tapped.grad_fn
         return tapped
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return inert, ()
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return Inert, ()
+
+
+class Inert:
+    """What a hook becomes in a copy of its module."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
 
 
 def _input(
     layer: nn.Module, given: tuple[Any, ...], out: Any
 ) -> Tensor | None:
     """The first tensor that a layer was given, if there is a gradient to capture."""
-    params = [p for p in layer._parameters.values() if p is not None]
-    trained = torch.is_grad_enabled() and any(p.requires_grad for p in params)
-    if not (trained and isinstance(out, Tensor) and out.requires_grad):
+    if not torch.is_grad_enabled():
         return None
-    return next((x for x in given if isinstance(x, Tensor)), None)
+    if not (isinstance(out, Tensor) and out.requires_grad):
+        return None
+    params = layer._parameters.values()
+    if not [p for p in params if p is not None and p.requires_grad]:
+        return None
+    for x in given:
+        if isinstance(x, Tensor):
+            return x
+    return None
 
 
 def transformed() -> bool:
@@ -197,96 +206,47 @@ def transformed() -> bool:
     )
 
 
-def _nothing(*_: Any) -> None:
-    return None
+def _outermost() -> int:
+    """The outermost backward that this forward runs in, or -1: reentrant checkpointing nests them,
+    and their samples belong together.
 
-
-def inert() -> Callable[..., None]:
-    """What a hook becomes in a copy of its module."""
-    return _nothing
-
-
-class _Running(threading.local):
-    def __init__(self) -> None:
-        self.tasks: list[
-            int
-        ] = []  # backwards of this thread, the outermost first
-
-
-_RUNNING = _Running()
-_ROOTS: dict[
-    int, int
-] = {}  # a backward that runs -> the outermost one around it
-
-
-def _root() -> int:
-    """The outermost backward that runs here, or -1: reentrant checkpointing nests them, and their
-    samples belong together.
+    The outermost checkpoint remembers it. A layer runs directly inside of it before one does
+    further in, where the backward that runs is another.
     """
-    task = torch._C._current_graph_task_id()
+    task: int = torch._C._current_graph_task_id()
     if task == -1:
         return -1
-    if task not in _ROOTS:
-        tasks = _RUNNING.tasks
-        while tasks and (tasks[-1] not in _ROOTS or not _recomputing()):
-            _close(tasks.pop())
-        _ROOTS[task] = _ROOTS[tasks[-1]] if tasks else task
-        tasks.append(task)
-        torch.autograd.Variable._execution_engine.queue_callback(
-            partial(_close, task)
-        )
-    return _ROOTS[task]
-
-
-def _close(task: int) -> None:
-    _ROOTS.pop(task, None)
-
-
-def _recomputing() -> bool:
-    """Whether a reentrant checkpoint is on the stack; without one, an older backward was left by an
-    exception.
-    """
     code = CheckpointFunction.backward.__code__
-    return any(frame.f_code is code for frame in _frames())
+    stack = traceback.walk_stack(sys._getframe())
+    nested = [frame for frame, _ in stack if frame.f_code is code]
+    if not nested:
+        return -1
+    checkpoint = nested[-1].f_locals["ctx"]
+    if len(nested) == 1 or not hasattr(checkpoint, "outermost"):
+        checkpoint.outermost = task
+    return checkpoint.outermost  # type: ignore[no-any-return]
 
 
-def _frames() -> Iterator[FrameType]:
-    """The callers of this function's caller, the nearest first."""
-    frame = sys._getframe().f_back
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Nothing to do in a backward outside of it, and saying so takes a while."""
-    if not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
+def _task(outer: int) -> int:
+    """The backward that runs, or the one around it."""
+    return torch._C._current_graph_task_id() if outer == -1 else outer
 
 
 class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        out: Tensor,
-        a: Tensor,
-        receive: Receive,
-        index: int,
-        training: bool,
-        own: bool,
+        ctx: Any, out: Tensor, a: Tensor, receive: Any, outer: int
     ) -> Tensor:
         ctx.mark_dirty(out)
         ctx.save_for_backward(a)
-        ctx.receive, ctx.index, ctx.mode = receive, index, (training, own)
+        ctx.receive = receive
+        ctx.outer = outer
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (a,) = ctx.saved_tensors
-        with torch.no_grad(), _without_autocast(g.device.type):
-            ctx.receive(_root(), ctx.index, *ctx.mode, a, g)
-        return g, *[None] * 5
+        ctx.receive(_task(ctx.outer), *ctx.saved_tensors, g)
+        return g, None, None, None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -300,23 +260,17 @@ def _call_number() -> int:
 class _CompiledTap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        out: Tensor,
-        a: Tensor,
-        where: Tensor,
-        training: bool,
-        own: bool,
-        call: int,
+        ctx: Any, out: Tensor, a: Tensor, where: Tensor, *call: Any
     ) -> Tensor:
         ctx.save_for_backward(a, _outer(out), where)
-        ctx.mode, ctx.call = (training, own), call
+        ctx.call = call  # whether in training, of an own batch, its number
         return out.clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         a, outer, where = ctx.saved_tensors
         # The gradient goes on through the operator's result, so that no compiler drops the call.
-        zero = _receive(a, g, outer, where, *ctx.mode, ctx.call)
+        zero = _receive(a, g, outer, where, *ctx.call)
         return g + zero, *[None] * 5
 
 
@@ -328,7 +282,7 @@ _TAGS = () if _UNSAFE is None else (_UNSAFE,)
 @torch.library.custom_op("seng::outer", mutates_args=(), tags=_TAGS)
 def _outer(out: Tensor) -> Tensor:
     """The backward that this forward runs in, or -1, when the graph runs and not when it is traced."""
-    return torch.tensor(_root())
+    return torch.tensor(_outermost())
 
 
 @_outer.register_fake
@@ -350,13 +304,11 @@ def _receive(
     key, index = where.tolist()
     capture = _CAPTURES.get(key)
     if capture is not None:
-        task = _root() if outer == -1 else int(outer)
-        autograd = (
-            torch._C.DispatchKey.AutogradFunctionality
-        )  # an operator excludes it
-        visible = torch._C._SetExcludeDispatchKeyGuard(autograd, False)
-        with visible, torch.no_grad(), _without_autocast(g.device.type):
-            capture.receive(task, index, training, own, a.clone(), g.clone())
+        task = _task(int(outer))
+        # An operator excludes it.
+        autograd = torch._C.DispatchKey.AutogradFunctionality
+        with torch._C._SetExcludeDispatchKeyGuard(autograd, False):
+            capture.receive(index, training, own, task, a.clone(), g.clone())
     return g.new_zeros(())
 
 
@@ -374,9 +326,8 @@ def accumulates(p: Tensor) -> bool:
     try:
         node = torch.autograd.graph.get_gradient_edge(p).node
         return bool(torch._C._will_engine_execute_node(node))
-    except (
-        RuntimeError
-    ):  # torch.autograd.grad of parameters does not say which
+    except RuntimeError:
+        # torch.autograd.grad of parameters does not say which.
         return True
 
 
@@ -385,12 +336,9 @@ def loss_scale() -> float:
 
     By then the gradients are unscaled; the captures are not.
     """
-    for frame in _frames():
-        caller = (
-            frame.f_locals.get("self")
-            if frame.f_code.co_name == "step"
-            else None
-        )
-        if isinstance(caller, GradScaler):
-            return float(caller.get_scale())
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_name == "step":
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, GradScaler):
+                return float(caller.get_scale())
     return 1.0

@@ -1,14 +1,10 @@
 """Columns of U that do not come from the training loss: from the output's Jacobian, or from labels
 drawn from the model.
 
-    gauss-newton   u = J_iᵀh for every column h of H_i^{1/2}:  M = (1/B) Σ_i J_iᵀH_iJ_i      (U = Jᵀ
-                                                                                             for squ
-                                                                                             ares,
-                                                                                             section
-                                                                                             5.2)
-    sampled        u = J_iᵀs, s = ∇_f log p(y | f_i) with y drawn from the model:  E M = the same,
-                                                                                   the true Fisher
-                                                                                   matrix
+    gauss-newton   u = J_iᵀh for every column h of H_i^{1/2}:
+                   M = (1/B) Σ_i J_iᵀH_iJ_i  (U = Jᵀ for squares, section 5.2)
+    sampled        u = J_iᵀs, s = ∇_f log p(y | f_i) with y drawn from the model:
+                   E M = the same, the true Fisher matrix
 
 H_i is the Hessian of one sample's loss at the output f_i, so it has to be known which loss that is:
 
@@ -26,14 +22,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from seng.layers.capture import inert, transformed
+from seng.layers.capture import Inert, transformed
 from seng.linalg.operators import wide
 
 Fisher = Literal["empirical", "gauss-newton", "sampled"]
@@ -53,13 +48,14 @@ def seeds(
     elif f.dim() == 1:
         f = f[:, None]
     p = f.to(wide(f.dtype))
-    if loss != "squares":  # whose H is I
-        p = p.softmax(-1) if loss == "cross-entropy" else p.sigmoid()
-    columns = (
-        _drawn(p, loss, generator)
-        if fisher == "sampled"
-        else _columns(p, loss)
-    )
+    if loss == "cross-entropy":
+        p = p.softmax(-1)
+    elif loss == "bernoulli":
+        p = p.sigmoid()
+    if fisher == "sampled":
+        columns: Iterable[Tensor] = [_drawn(p, loss, generator)]
+    else:
+        columns = _columns(p, loss)
     positions = f[0, ..., 0].numel()
     for h in columns:
         h = (h / positions**0.5).to(f.dtype)
@@ -79,32 +75,29 @@ def _columns(p: Tensor, loss: Loss) -> Iterator[Tensor]:
             f"which is more than {MOST}: use fisher='sampled'"
         )
     for t, c in itertools.product(range(positions), range(C)):
-        h, q = (
-            torch.zeros_like(flat),
-            flat[:, t],
-        )  # (B, positions, C) and (B, C)
-        h[:, t, c] = (
-            1 if loss != "bernoulli" else (q[:, c] * (1 - q[:, c])).sqrt()
-        )
-        if loss == "cross-entropy":
+        q = flat[:, t]  # (B, C)
+        h = torch.zeros_like(flat)
+        h[:, t, c] = 1
+        if loss == "bernoulli":
+            h[:, t, c] = (q[:, c] * (1 - q[:, c])).sqrt()
+        elif loss == "cross-entropy":
             h[:, t] = (h[:, t] - q) * q[:, c, None].sqrt()
         yield m**0.5 * h.view_as(p)
 
 
 def _drawn(
-    p: Tensor, loss: Loss, generator: torch.Generator
-) -> Iterator[Tensor]:
+    p: Tensor,
+    loss: Loss,
+    generator: torch.Generator,
+) -> Tensor:
     """∇_f of the loss with labels that the model itself gives."""
     if loss == "squares":
-        yield torch.randn(
-            p.shape, generator=generator, device=p.device, dtype=p.dtype
-        )
-    elif loss == "bernoulli":
-        yield p - torch.bernoulli(p, generator=generator)
-    else:
-        y = torch.multinomial(p.flatten(0, -2), 1, generator=generator)
-        y = y.view(*p.shape[:-1], 1)
-        yield p.scatter_add(-1, y, -torch.ones_like(p[..., :1]))
+        return torch.empty_like(p).normal_(generator=generator)
+    if loss == "bernoulli":
+        return p - torch.bernoulli(p, generator=generator)
+    y = torch.multinomial(p.flatten(0, -2), 1, generator=generator)
+    y = y.view(*p.shape[:-1], 1)
+    return p.scatter_add(-1, y, -torch.ones_like(p[..., :1]))
 
 
 def output_of(out: Any) -> Tensor:
@@ -124,21 +117,24 @@ class Observer:
     """
 
     def __init__(
+        self, module: nn.Module, observe: Callable[[Any], None]
+    ) -> None:
+        self.observe = weakref.WeakMethod(observe)
+        handle = module.register_forward_hook(self)
+        owner = observe.__self__  # type: ignore[attr-defined]
+        weakref.finalize(owner, handle.remove).atexit = False
+
+    def __call__(
         self,
         module: nn.Module,
-        observe: weakref.WeakMethod[Callable[[Any], None]],
+        args: Any,
+        out: Any,
     ) -> None:
-        self.observe = observe
-        handle: RemovableHandle = module.register_forward_hook(self)
-        owner = observe()
-        weakref.finalize(owner.__self__, handle.remove).atexit = False  # type: ignore[union-attr]
-
-    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
         observe = self.observe()
         if observe is None or not torch.is_grad_enabled():
             return
         if not (torch.compiler.is_compiling() or transformed()):
             observe(out)
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return inert, ()
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return Inert, ()

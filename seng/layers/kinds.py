@@ -28,7 +28,7 @@ See `seng.layers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,26 +43,19 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import ParametrizationList
 
-from seng.linalg.implicit import Implicit, Windows, windows
+from seng.linalg.implicit import Implicit, Windows
 from seng.linalg.lookup import Lookup
 from seng.linalg.operators import HALF, Explicit, Operator, Shape, wide
 
-Factors = tuple[Tensor, Tensor]
 Columns = dict[str, Tensor]
-Rule = Callable[
-    [Any, Tensor, Tensor], Any
-]  # (layer, a, g) -> Factors or Columns
-Later = Callable[[Any, Tensor, Tensor, int], Windows | None]
-Move = Callable[
-    [Any, str, Tensor], Tensor
-]  # (layer, a parameter's name, a tensor)
-Layout = tuple[Move, Move]  # to the block's (h, n_G, width), and back
-
-
+# (layer, a, g) -> factors, as a pair or as Windows; or columns by name; or a Lookup
+Rule = Callable[[Any, Tensor, Tensor], Any]
+# (layer, a parameter's name, a tensor) -> the tensor laid out otherwise
+Move = Callable[[Any, str, Tensor], Tensor]
+Features = int | Callable[[Any], int]
 # A block's parameters: the name of a layer's own, or None for another layer's, and its number of
 # columns.
 Parts = Sequence[tuple[str | None, int]]
-Build = Callable[[Any, Parts, Shape], Operator]
 
 
 @dataclass(frozen=True)
@@ -71,19 +64,16 @@ class Kind:
 
     type: type[nn.Module]
     rule: Rule
-    build: Build  # an operator from what the rule returns
-    features: Callable[
-        [Any], int
-    ]  # trailing dimensions; no more means one sample
-    layout: Layout
-    factored: bool = False
-    whole_batch: bool = (
-        False  # the rule needs all samples, even if few are wanted
-    )
-    any_precision: bool = (
-        False  # a rule without factors takes half precision as it is
-    )
-    unfolded_later: Later | None = None  # the factors, where they can wait
+    build: Callable[[Any, Parts, Shape], Operator]  # of what the rule returns
+    features: Features  # trailing dimensions; no more means one sample
+    rows: Move  # to the block's (h, n_G, width)
+    back: Move | None = None  # None: a parameter's order is the block's
+    form: str | None = None  # that a kind without factors keeps
+    whole_batch: bool = False  # the rule needs all samples, even of few
+
+    @property
+    def factored(self) -> bool:
+        return self.form is None
 
     def operator(
         self,
@@ -94,62 +84,77 @@ class Kind:
         g: Tensor,
     ) -> Operator:
         """U of one call of a layer, unscaled: its columns are the captured per-sample gradients."""
-        if a.is_floating_point():
-            if not (self.factored or self.any_precision):
-                a, g = a.to(wide(a.dtype)), g.to(wide(g.dtype))
-            elif g.dtype in HALF:
-                a = a.to(g.dtype)  # as the layer itself took it
-        names = [name for name, _ in parts]
-        if self.unfolded_later and names in (["weight"], ["weight", "bias"]):
-            later = self.unfolded_later(layer, a, g, len(names) - 1)
-            if later is not None:
-                return later
+        if self.form is None and g.dtype in HALF:
+            a = a.to(g.dtype)  # as the layer itself took it
         return self.build(self.rule(layer, a, g), parts, shape)
 
 
 KINDS: dict[type[nn.Module], Kind] = {}
 
 
-def _from_factors(found: Factors, parts: Parts, shape: Shape) -> Implicit:
-    """Ĝ and Â as (ϱ, h, …, κ); Â's rows for a bias are ones, those for other layers' parameters
-    zeros.
+def _joined(
+    parts: Parts,
+    own: Mapping[str, Tensor],
+    dim: int,
+) -> Tensor:
+    """A layer's own columns side by side along `dim`, with zeros for other layers' parameters."""
+    some = next(iter(own.values()))
+    pieces = []
+    for name, width in parts:
+        if name is None:
+            size = list(some.shape)
+            size[dim] = width
+            pieces.append(some.new_zeros(size))
+        else:
+            pieces.append(own[name])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _from_factors(
+    found: Any,
+    parts: Parts,
+    shape: Shape,
+) -> Operator:
+    """Ĝ and Â as (ϱ, h, …, κ); Â's rows for a bias are ones.
+
+    Windows stay as they are where they can: of one group, with a weight that comes first.
     """
-    G, A = (x if x.dim() == 3 else x[..., None] for x in found)
-    G, A = (x.unflatten(1, (shape[0], -1)) for x in (G, A))
-    h, _, kappa = A.shape[1:]
-    rows = [
-        A
-        if name == "weight"
-        else A.new_full((len(A), h, width, kappa), name == "bias")
-        for name, width in parts
-    ]
-    A = rows[0] if len(rows) == 1 else torch.cat(rows, 2)
+    if isinstance(found, Windows):
+        names = [name for name, _ in parts]
+        known = names in (["weight"], ["weight", "bias"])
+        if known and shape[0] == 1 and found.G.numel():
+            return replace(found, bias=len(names) - 1)
+        found = [X[:, 0] for X in found.factors().tensors()]
+    G, A = (X if X.dim() == 3 else X[..., None] for X in found)
+    G, A = (X.unflatten(1, (shape[0], -1)) for X in (G, A))
+    own = {"weight": A, "bias": torch.ones_like(A[:, :, :1])}
+    A = _joined(parts, own, 2)
     dtype = torch.promote_types(G.dtype, A.dtype)
     return Implicit(G.to(dtype), A.to(dtype))
 
 
-def _from_columns(found: Columns, parts: Parts, shape: Shape) -> Explicit:
+def _from_columns(
+    found: Columns,
+    parts: Parts,
+    shape: Shape,
+) -> Explicit:
     """The parameters' gradients side by side."""
-    some = next(iter(found.values()))
-    U = [
-        found[name].flatten(1) if name else some.new_zeros(len(some), width)
-        for name, width in parts
-    ]
-    return Explicit(torch.cat(U, 1).T, shape)
+    own = {name: u.flatten(1) for name, u in found.items()}
+    return Explicit(_joined(parts, own, 1).T, shape)
 
 
-def _from_lookup(found: Lookup, parts: Parts, shape: Shape) -> Lookup:
+def _from_lookup(
+    found: Lookup,
+    parts: Parts,
+    shape: Shape,
+) -> Lookup:
     """The same, row by row."""
-    G = found.G
-    wider = [
-        G if name else G.new_zeros(*G.shape[:2], width)
-        for name, width in parts
-    ]
-    return replace(found, G=torch.cat(wider, 2))
+    return replace(found, G=_joined(parts, {"weight": found.G}, 2))
 
 
-def _last(layer: nn.Module) -> int:
-    return 1
+def _widened(x: Tensor) -> Tensor:
+    """In the precision of sums over its numbers."""
+    return x.to(wide(x.dtype))
 
 
 def _as_rows(layer: Any, name: str, p: Tensor) -> Tensor:
@@ -158,45 +163,9 @@ def _as_rows(layer: Any, name: str, p: Tensor) -> Tensor:
     return p.reshape(h, p.shape[0] // h, -1)
 
 
-def _from_rows(layer: Any, name: str, d: Tensor) -> Tensor:
-    return d.reshape(getattr(layer, name).shape)
-
-
 def _as_row(layer: Any, name: str, p: Tensor) -> Tensor:
     """Any parameter -> (1, 1, numel)."""
     return p.reshape(1, 1, -1)
-
-
-ROWS = (
-    _as_rows,
-    _as_row,
-)  # layouts in which a parameter's own order is the block's
-
-
-def factors(
-    kind: type[nn.Module],
-    features: Callable[[Any], int] = _last,
-    layout: Layout = (_as_rows, _from_rows),
-    unfolded_later: Later | None = None,
-) -> Callable[[Rule], Rule]:
-    """Register a kind whose function gives (Ĝ, Â); the weight's rows are the output features."""
-    how = {"factored": True, "unfolded_later": unfolded_later}
-    return _registered(kind, _from_factors, features, layout, **how)
-
-
-def columns(
-    kind: type[nn.Module],
-    features: Callable[[Any], int] = _last,
-    whole_batch: bool = False,
-    any_precision: bool = False,
-) -> Callable[[Rule], Rule]:
-    """Register a kind whose function gives the per-sample gradient (ϱ, *shape) of each parameter by
-    name.
-    """
-    how = {"whole_batch": whole_batch, "any_precision": any_precision}
-    return _registered(
-        kind, _from_columns, features, (_as_row, _from_rows), **how
-    )
 
 
 def _registered(
@@ -207,6 +176,41 @@ def _registered(
         return rule
 
     return register
+
+
+def factors(
+    kind: type[nn.Module],
+    features: Features = 1,
+    rows: Move = _as_rows,
+    back: Move | None = None,
+) -> Callable[[Rule], Rule]:
+    """Register a kind whose function gives (Ĝ, Â); the weight's rows are the output features."""
+    return _registered(kind, _from_factors, features, rows, back)
+
+
+def columns(
+    kind: type[nn.Module], features: Features = 1, whole_batch: bool = False
+) -> Callable[[Rule], Rule]:
+    """Register a kind whose function gives the per-sample gradient (ϱ, *shape) of each parameter by
+    name.
+    """
+
+    def register(rule: Rule) -> Rule:
+        def precise(layer: Any, a: Tensor, g: Tensor) -> Any:
+            return rule(layer, _widened(a), _widened(g))
+
+        _of_columns(kind, features, whole_batch)(precise)
+        return rule
+
+    return register
+
+
+def _of_columns(
+    kind: type[nn.Module], features: Features, whole_batch: bool
+) -> Callable[[Rule], Rule]:
+    """`columns` of a rule that takes half precision as it is."""
+    how = {"form": "explicit", "whole_batch": whole_batch}
+    return _registered(kind, _from_columns, features, _as_row, **how)
 
 
 Arrange = Callable[[Tensor], Tensor]
@@ -241,29 +245,29 @@ WITHOUT: dict[type[nn.Module], str] = {  # where no rule could help, and why
 
 def kind_of(layer: nn.Module) -> Kind | str:
     """The layer's kind, or in words why it has none."""
-    found = next((KINDS[t] for t in type(layer).__mro__ if t in KINDS), None)
     name = type(layer).__name__
-    if found is None:
-        for kind, why in WITHOUT.items():
-            if isinstance(layer, kind):
-                return why
+    known = WITHOUT | KINDS
+    found = [known[t] for t in type(layer).__mro__ if t in known]
+    if not found:
         return f"no rule for {name}: register one with seng.layers.factors or seng.layers.columns"
+    kind = found[0]
+    if isinstance(kind, str):
+        return kind
     if isinstance(layer, LazyModuleMixin):
         return "its lazy parameters have no shape yet: run one forward pass before building the optimizer"
-    if type(layer).forward is not found.type.forward or "forward" in vars(
-        layer
-    ):
-        return f"{name} has a forward of its own, so the rule of {found.type.__name__} may not hold: register a rule for it"
+    own_forward = type(layer).forward is not kind.type.forward
+    if own_forward or "forward" in vars(layer):
+        return f"{name} has a forward of its own, so the rule of {kind.type.__name__} may not hold: register a rule for it"
     if layer in ARRANGEMENTS and ARRANGEMENTS[layer] is None:
         return ON_REQUEST
-    builtin = found.type.__module__.startswith("torch.")
-    if (found.factored or builtin) and "weight" not in layer._parameters:
+    builtin = kind.type.__module__.startswith("torch.")
+    if (kind.factored or builtin) and "weight" not in layer._parameters:
         return "its weight is computed from other tensors (a parametrization): they take the plain gradient"
     if isinstance(layer, nn.Embedding) and (
         layer.sparse or layer.scale_grad_by_freq
     ):
         return "embeddings with sparse gradients or scale_grad_by_freq are not supported"
-    return found
+    return kind
 
 
 def positions(x: Tensor) -> Tensor:
@@ -271,19 +275,13 @@ def positions(x: Tensor) -> Tensor:
     return x[:, None] if x.dim() == 2 else x.flatten(1, -2)
 
 
-def _linear_windows(
-    layer: nn.Linear, a: Tensor, g: Tensor, bias: int
-) -> Windows | None:
+@factors(nn.Linear)
+def _linear(layer: nn.Linear, a: Tensor, g: Tensor) -> Windows:
     """The same as a convolution of width 1 over the positions."""
-    if not g.numel():
-        return None
-    G, A = _linear(layer, a, g)
-    return Windows(G, A, (1,), (1,), (0,), (1,), bias)
-
-
-@factors(nn.Linear, unfolded_later=_linear_windows)
-def _linear(layer: nn.Linear, a: Tensor, g: Tensor) -> Factors:
-    return positions(g).mT, positions(a).mT
+    one = (1,)
+    return Windows(
+        positions(g).mT, positions(a).mT, one, one, (0,), one, bias=0
+    )
 
 
 def _padding(layer: _ConvNd) -> list[int]:
@@ -299,92 +297,67 @@ def _padding(layer: _ConvNd) -> list[int]:
     return out
 
 
-def _conv(layer: _ConvNd, a: Tensor, g: Tensor) -> Factors:
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    a = F.pad(a, _padding(layer), mode=mode)
-    return g.flatten(2), windows(
-        a, layer.kernel_size, layer.stride, layer.dilation
-    )
-
-
-def _conv_windows(
-    layer: _ConvNd, a: Tensor, g: Tensor, bias: int
-) -> Windows | None:
-    """The same, to be unfolded later.
-
-    None for what `Windows` does not know: groups, and padding that is uneven or not zero.
-    """
+def _conv(layer: _ConvNd, a: Tensor, g: Tensor) -> Windows:
+    """`Windows` pads with zeros, evenly: other padding is done here."""
     pad = _padding(layer)
-    uneven = pad[::2] != pad[1::2]
-    unknown = layer.padding_mode != "zeros" and any(pad)
-    if not g.numel() or layer.groups > 1 or uneven or unknown:
-        return None
     padding = tuple(pad[::-2])
-    return Windows(
-        g, a, layer.kernel_size, layer.stride, padding, layer.dilation, bias
-    )
+    zeros = layer.padding_mode == "zeros"
+    if not zeros or pad[::2] != pad[1::2]:
+        mode = "constant" if zeros else layer.padding_mode
+        a = F.pad(a, pad, mode=mode)
+        padding = (0,) * len(padding)
+    how = layer.kernel_size, layer.stride, padding, layer.dilation
+    return Windows(g, a, *how, bias=0)
 
 
-def _conv_transpose(layer: _ConvTransposeNd, a: Tensor, g: Tensor) -> Factors:
+def _conv_transpose(
+    layer: _ConvTransposeNd,
+    a: Tensor,
+    g: Tensor,
+) -> Windows:
     """A transposed convolution is a convolution of the zero-stuffed input with the flipped kernel."""
     pad: list[int] = []
     for i, k in enumerate(layer.kernel_size):
         stride, reach = layer.stride[i], layer.dilation[i] * (k - 1)
-        length = a.shape[2 + i]
-        stuffed = a.new_zeros(
-            *a.shape[: 2 + i], length, stride, *a.shape[3 + i :]
-        )
-        stuffed.select(3 + i, 0).copy_(a)
-        a = stuffed.flatten(2 + i, 3 + i).narrow(
-            2 + i, 0, (length - 1) * stride + 1
-        )
+        length = (a.shape[2 + i] - 1) * stride + 1
+        behind = [0, 0] * (a.dim() - 3 - i)
+        stuffed = F.pad(a.unsqueeze(3 + i), [*behind, 0, stride - 1])
+        a = stuffed.flatten(2 + i, 3 + i).narrow(2 + i, 0, length)
         left = reach - int(layer.padding[i])
-        pad = [left, g.shape[2 + i] + reach - a.shape[2 + i] - left, *pad]
-    a = F.pad(a, pad)
+        pad = [left, g.shape[2 + i] + reach - length - left, *pad]
     ones = (1,) * len(layer.kernel_size)
-    return g.flatten(2), windows(a, layer.kernel_size, ones, layer.dilation)
+    zeros = (0,) * len(ones)
+    how = layer.kernel_size, ones, zeros, layer.dilation
+    return Windows(g, F.pad(a, pad), *how, bias=0)
 
 
-def _transposed_rows(layer: _ConvTransposeNd, name: str, p: Tensor) -> Tensor:
+def _transposed_rows(
+    layer: _ConvTransposeNd,
+    name: str,
+    p: Tensor,
+) -> Tensor:
     """weight (in, out/h, *kernel) -> (h, out/h, in/h·∏kernel), the kernel flipped."""
     if name == "bias":
         return _as_rows(layer, name, p)
     p = p.unflatten(0, (layer.groups, -1))  # (h, in/h, out/h, *kernel)
-    return p.flip(_kernel_dims(layer)).transpose(1, 2).flatten(2)
+    return p.flip(*range(3, p.dim())).transpose(1, 2).flatten(2)
 
 
 def _from_transposed_rows(
     layer: _ConvTransposeNd, name: str, d: Tensor
 ) -> Tensor:
     if name == "bias":
-        return _from_rows(layer, name, d)
+        return d.flatten()
     inputs = layer.in_channels // layer.groups
     d = d.unflatten(2, (inputs, *layer.kernel_size)).transpose(1, 2)
-    return d.flip(_kernel_dims(layer)).flatten(0, 1)
+    return d.flip(*range(3, d.dim())).flatten(0, 1)
 
 
-def _kernel_dims(layer: _ConvTransposeNd) -> list[int]:
-    return [3 + i for i in range(len(layer.kernel_size))]
-
-
-def _channels_and_space(layer: _ConvNd) -> int:
-    return 1 + len(layer.kernel_size)
-
-
-for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-    factors(_kind, _channels_and_space, unfolded_later=_conv_windows)(_conv)
-_transposed = _transposed_rows, _from_transposed_rows
-for _kind_transposed in (
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-):
-    factors(_kind_transposed, _channels_and_space, _transposed)(
-        _conv_transpose
-    )
-
-
-def _embedding(layer: nn.Embedding, a: Tensor, g: Tensor) -> Lookup:
+def _embedding(
+    layer: nn.Embedding,
+    a: Tensor,
+    g: Tensor,
+) -> Lookup:
     tokens = a[:, None] if a.dim() == 1 else a.flatten(1)
     g = positions(g)
     if layer.padding_idx is not None:
@@ -393,24 +366,23 @@ def _embedding(layer: nn.Embedding, a: Tensor, g: Tensor) -> Lookup:
     return Lookup(tokens.long(), g, layer.num_embeddings)
 
 
-_rows = _as_rows, _from_rows
-_registered(nn.Embedding, _from_lookup, lambda layer: 0, _rows)(_embedding)
+_registered(nn.Embedding, _from_lookup, 0, _as_rows, form="lookup")(_embedding)
 
 
-# A faster way to BatchNorm's sums by the type of a device; it gives None where it does not serve.
-ACCELERATORS: dict[str, Callable[..., Columns | None]] = {}
-
-
-def _affine(x_hat: Tensor, g: Tensor, keep: tuple[int, ...]) -> Columns:
+def _affine(
+    x_hat: Tensor,
+    g: Tensor,
+    keep: Sequence[int],
+) -> Columns:
     """y = w ⊙ x̂ + b: sum g ⊙ x̂ and g over every dimension but the sample and `keep`."""
     summed = [i for i in range(1, g.dim()) if i not in keep]
-    both = {"weight": g * x_hat, "bias": g}
-    return (
-        {name: u.sum(summed) for name, u in both.items()} if summed else both
-    )
+    weight = g * x_hat
+    if not summed:
+        return {"weight": weight, "bias": g}
+    return {"weight": weight.sum(summed), "bias": g.sum(summed)}
 
 
-def _normalized(layer: nn.LayerNorm | nn.RMSNorm) -> int:
+def _normalized(layer: Any) -> int:
     return len(layer.normalized_shape)
 
 
@@ -418,9 +390,8 @@ def _shaped(
     norm: Callable[..., Tensor], layer: Any, a: Tensor, g: Tensor
 ) -> Columns:
     x_hat = norm(a, layer.normalized_shape, eps=layer.eps)
-    return _affine(
-        x_hat, g, tuple(range(a.dim() - _normalized(layer), a.dim()))
-    )
+    first = a.dim() - _normalized(layer)
+    return _affine(x_hat, g, range(first, a.dim()))
 
 
 columns(nn.LayerNorm, _normalized)(partial(_shaped, F.layer_norm))
@@ -428,8 +399,13 @@ columns(nn.RMSNorm, _normalized)(partial(_shaped, F.rms_norm))
 
 
 @columns(nn.GroupNorm)
-def _group_norm(layer: nn.GroupNorm, a: Tensor, g: Tensor) -> Columns:
-    return _affine(F.group_norm(a, layer.num_groups, eps=layer.eps), g, (1,))
+def _group_norm(
+    layer: nn.GroupNorm,
+    a: Tensor,
+    g: Tensor,
+) -> Columns:
+    x_hat = F.group_norm(a, layer.num_groups, eps=layer.eps)
+    return _affine(x_hat, g, (1,))
 
 
 def of_the_batch(layer: _BatchNorm | _InstanceNorm) -> bool:
@@ -437,48 +413,47 @@ def of_the_batch(layer: _BatchNorm | _InstanceNorm) -> bool:
     return layer.training or layer.running_mean is None
 
 
-def _batch_norm(layer: _BatchNorm, a: Tensor, g: Tensor) -> Columns:
+def _channels(
+    norm: Callable[..., Tensor], layer: Any, a: Tensor, g: Tensor
+) -> Columns:
+    now = of_the_batch(layer)
+    mean, variance = layer.running_mean, layer.running_var
+    if now:
+        mean = variance = None
+    x_hat = norm(a, mean, variance, None, None, now, eps=layer.eps)
+    return _affine(x_hat, g, (1,))
+
+
+def _batch_norm(
+    layer: _BatchNorm,
+    a: Tensor,
+    g: Tensor,
+) -> Columns:
     """u_i = g_i ⊙ x̂_i.
 
     In training the batch's statistics are taken as given, so that the mean of u_i is the gradient.
     """
-    accelerated = ACCELERATORS.get(a.device.type)
-    found = accelerated and accelerated(layer, a, g)
-    if found:
-        return found
-    a, g = a.to(wide(a.dtype)), g.to(wide(g.dtype))
-    now = of_the_batch(layer)
-    statistics = (
-        (None, None) if now else (layer.running_mean, layer.running_var)
-    )
-    x_hat = F.batch_norm(a, *statistics, training=now, eps=layer.eps)
-    return _affine(x_hat, g, (1,))
+    return _channels(F.batch_norm, layer, _widened(a), _widened(g))
 
 
-for _norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-    columns(_norm, whole_batch=True, any_precision=True)(_batch_norm)
-
-
-def _instance_norm(layer: _InstanceNorm, a: Tensor, g: Tensor) -> Columns:
-    now = of_the_batch(layer)
-    statistics = (
-        (None, None) if now else (layer.running_mean, layer.running_var)
-    )
-    x_hat = F.instance_norm(a, *statistics, use_input_stats=now, eps=layer.eps)
-    return _affine(x_hat, g, (1,))
-
-
-def _instance_features(layer: _InstanceNorm) -> int:
-    return layer._get_no_batch_dim()  # type: ignore[no-any-return]
-
-
-for _instance in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
-    columns(_instance, _instance_features)(_instance_norm)
+_instance_norm = partial(_channels, F.instance_norm)
 
 
 @columns(nn.PReLU, lambda layer: int(layer.num_parameters > 1))
 def _prelu(layer: nn.PReLU, a: Tensor, g: Tensor) -> Columns:
     """y = max(a, 0) + w min(a, 0), one w or one per channel."""
-    single = layer.num_parameters == 1
-    u = _affine(a.clamp_max(0), g, () if single else (1,))["weight"]
-    return {"weight": u[:, None] if single else u}
+    keep = () if layer.num_parameters == 1 else (1,)
+    u = _affine(a.clamp_max(0), g, keep)["weight"]
+    return {"weight": u.view(len(u), layer.num_parameters)}
+
+
+for _d in (1, 2, 3):
+    factors(getattr(nn, f"Conv{_d}d"), 1 + _d)(_conv)
+    _transposed = _transposed_rows, _from_transposed_rows
+    factors(getattr(nn, f"ConvTranspose{_d}d"), 1 + _d, *_transposed)(
+        _conv_transpose
+    )
+    _of_columns(getattr(nn, f"BatchNorm{_d}d"), 1, whole_batch=True)(
+        _batch_norm
+    )
+    columns(getattr(nn, f"InstanceNorm{_d}d"), 1 + _d)(_instance_norm)

@@ -2,37 +2,31 @@
 captured, site by site.
 
 Separate backwards follow each other (accumulation). B is the step's sample count; with a mean loss
-u_i = B × the captured gradient, and U's columns are u_i/√ϱ over the first ϱ samples.
+u_i = B × the captured gradient, and U's columns are u_i/√ϱ over the first ϱ samples. Within one
+backward, captures of one site add up per sample: a layer used twice, tied weights.
 
-A clock for what one layer's refresh costs.
-
-The captures of one backward: what each site's layers saw, as one U per site.
-
-Within one backward, captures of one site add up per sample: a layer used twice, tied weights.
-
-What gathers the per-sample gradients of a module: its hooks, what they have captured, and when.
-
-On refresh steps backwards are captured. `own_batch` lets backwards feed the curvature alone (the
-paper's S̃_k). With `fisher` other than "empirical" the module's output goes backward for the
-curvature alone (`seng.layers.fisher`).
+A `Collector` gathers them by its hooks. On refresh steps backwards are captured. `own_batch` lets
+backwards feed the curvature alone (the paper's S̃_k). With `fisher` other than "empirical" the
+module's output goes backward for the curvature alone (`seng.layers.fisher`).
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
-from seng.layers.capture import Capture, accumulates, loss_scale
+from seng.layers.capture import Capture, loss_scale
 from seng.layers.fisher import Fisher, Loss, Observer, output_of, seeds
-from seng.layers.sites import Member, Segments, Site, differs
+from seng.layers.sites import Segments, Site, differs
 from seng.linalg.operators import HALF, Operator, added, stacked
 
 
@@ -44,96 +38,68 @@ class Timer:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
+        self.now: Callable[[], Any] = (
+            _event if self.cuda else time.perf_counter
+        )
         self.marks: list[tuple[Any, Any]] = []
         self.depth = 0
-
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def __enter__(self) -> None:
         self.depth += 1
         if self.depth == 1:
-            self.start = self._now()
+            self.start = self.now()
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
         if self.depth == 0:
-            self.marks.append((self.start, self._now()))
+            self.marks.append((self.start, self.now()))
 
     @property
     def seconds(self) -> float:
-        if not self.cuda:
-            return float(sum(end - start for start, end in self.marks))
-        for _, end in self.marks:
-            end.synchronize()
-        return (
-            float(sum(start.elapsed_time(end) for start, end in self.marks))
-            / 1000
-        )
+        total = 0.0
+        for start, end in self.marks:
+            if self.cuda:
+                end.synchronize()
+                total += start.elapsed_time(end) / 1000
+            else:
+                total += end - start
+        return total
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+@dataclass
+class Piece:
+    """What one backward has captured of one site."""
+
+    count: int  # samples of the first call
+    U: Operator | None = None  # unscaled; None once it was taken
+    kappa: int = 0  # positions, over all calls
+    positions: int = 0  # over all samples
+    mismatch: str | None = None  # between two calls
 
 
 @dataclass
 class Backward:
-    """The captures of one backward; its dictionaries are by the site's number."""
+    """The captures of one backward."""
 
-    counts: Counter[int] = field(
-        default_factory=Counter
-    )  # samples -> calls with them
-    count_of: dict[int, int] = field(
-        default_factory=dict
-    )  # samples of the first call
-    mismatches: dict[int, str] = field(
-        default_factory=dict
-    )  # between two calls
-    kappa: Counter[int] = field(
-        default_factory=Counter
-    )  # positions, over all calls
-    positions: Counter[int] = field(
-        default_factory=Counter
-    )  # over all samples
-    pieces: dict[int, Operator] = field(default_factory=dict)  # U, unscaled
-    kept: int | None = (
-        None  # samples that count, if that is not for a limit to say
-    )
+    pieces: dict[int, Piece] = field(default_factory=dict)  # by site
+    # samples -> calls with them
+    counts: Counter[int] = field(default_factory=Counter)
+    samples: int = 0  # the sample count that most layers saw
 
-    @property
-    def samples(self) -> int:
-        """The sample count that most layers saw."""
-        return self.counts.most_common(1)[0][0] if self.counts else 0
-
-    def fits(self, index: int, count: int) -> bool:
-        """Note a call with so many samples: whether it can be added to those before it."""
+    def called(self, index: int, count: int) -> Piece:
+        """Note a call of a site with so many samples."""
         self.counts[count] += 1
-        first = self.count_of.setdefault(index, count)
-        if first != count:
-            self.mismatches[index] = (
-                f"it was called with {first} and with {count} samples in one backward, which cannot be added up"
-            )
-        return first == count
-
-    def add(self, index: int, U: Operator, per_sample: bool) -> None:
-        """Add a call's columns to those of before, or put them beside them."""
-        before = self.pieces.get(index)
-        if before is not None:
-            U = added(before, U) if per_sample else stacked([before, U])
-        self.pieces[index] = U
-
-    def mismatch(self, index: int) -> str | None:
-        """Why a site's dimension 0 cannot be the sample, in words; None where it can."""
-        count = self.count_of.get(index, self.samples)
-        other = None if count == self.samples else differs(count, self.samples)
-        return self.mismatches.get(index, other)
-
-    def shorten(self, kept: int) -> None:
-        """Keep the first so many samples."""
-        self.kept = kept
-        self.pieces = {
-            index: U.first(kept) for index, U in self.pieces.items()
-        }
+        self.samples = self.counts.most_common(1)[0][0]
+        piece = self.pieces.setdefault(index, Piece(count))
+        if piece.count != count:
+            piece.mismatch = f"it was called with {piece.count} and with {count} samples in one backward, which cannot be added up"
+        return piece
 
 
 @dataclass
@@ -157,193 +123,92 @@ class Look:
     kappa: int  # positions per sample, at most
     positions: int  # over all samples
     mismatch: str | None  # why dimension 0 cannot be the sample
-
-    @property
-    def code(self) -> int:
-        """For the other ranks: 1 + samples, 0 where not captured, −1 for a mismatch."""
-        if self.mismatch is not None:
-            return -1
-        return self.count + 1 if self.captured else 0
+    # For the other ranks: 1 + samples, 0 where not captured, −1 for a mismatch.
+    code: int
 
 
 class Samples:
-    """Receives captures and hands out one U per site."""
+    """What was captured since the last step: hands out one U per site."""
 
     def __init__(
-        self,
-        sites: list[Site],
-        limit: int | None,
-        keep: Callable[[], Keep | None],
-        gated: bool = False,
-        per_sample: bool = True,
+        self, sites: list[Site], limit: int, per_sample: bool, gated: bool
     ) -> None:
-        self.sites, self.limit, self.keep = sites, limit, keep
-        self.per_sample = (
-            per_sample  # whether dimension 0 has to be the sample
-        )
-        self.own = False  # whether the samples feed only the curvature
-        self.gated = (
-            gated  # whether only backwards count that are `listened` to
-        )
-        self.forwards: list[
-            Forward
-        ] = []  # that were listened to since the last step
-        self.forward: Forward | None = None  # the one that is now
-        self.layers: list[tuple[int, Member]] = [
-            (i, member)
-            for i, site in enumerate(sites)
-            for member in site.members
-        ]
+        self.sites = sites
+        self.limit = limit
+        self.per_sample = per_sample  # dimension 0 has to be the sample
+        self.gated = gated  # whether only backwards of `forwards` count
+        self.forwards: list[Forward] = []
         self.active: dict[int, Segments] = {}
         self.backwards: dict[int, Backward] = {}
-        self.timers: dict[int, Timer] = {}  # of the sites' refreshes
+        self.half: set[int] = set()  # sites captured in half precision
+        self.columns = 0  # ϱ, the number of U's columns; known when settled
         self.device = sites[0].lead.device if sites else torch.device("cpu")
         self.together = Timer(self.device)  # a GPU refreshes all at once
-        self.half: set[int] = (
-            set()
-        )  # sites that were captured in half precision
-
-    def clear(self) -> None:
-        for kept in (self.backwards, self.active, self.timers, self.half):
-            kept.clear()
-        self.forwards.clear()
-        self.together = Timer(self.device)
+        self.timers: dict[int, Timer] = {}  # of the sites' refreshes
 
     def __len__(self) -> int:
         return len(self.backwards)
 
-    @contextmanager
-    def listened(self, count: int) -> Iterator[Forward]:
-        """Backwards in here are those of one forward with so many samples.
-
-        They count if it is `trained` by the next step.
-        """
-        self.forward = Forward(count, trained=self.own)
-        self.forwards.append(self.forward)
-        try:
-            yield self.forward
-        finally:
-            self.forward = None
+    @property
+    def total(self) -> int:
+        """B, the step's sample count."""
+        return sum([b.samples for b in self.backwards.values()])
 
     def forget(self, trained: bool) -> None:
         """Drop what came of forwards that were trained with, or that were not."""
+        kept = []
         for forward in self.forwards:
-            if forward.trained == trained:
-                for task in forward.tasks:
-                    self.backwards.pop(task, None)
-        self.forwards = [f for f in self.forwards if f.trained != trained]
+            if forward.trained != trained:
+                kept.append(forward)
+                continue
+            for task in forward.tasks:
+                del self.backwards[task]
+        self.forwards = kept
 
     def settle(self) -> None:
         """Before a refresh: what was not trained with goes, of the rest the first `limit` samples
         stay.
         """
-        self.forget(trained=False)
-        if self.limit is None:
+        if not self.gated:
+            self.columns = min(self.total, self.limit)
             return
-        left = self.limit
+        self.forget(trained=False)
+        self.columns, left = 0, self.limit
         for forward in self.forwards:
             kept = min(forward.count, left)
             left -= kept
+            self.columns += kept * len(forward.tasks)
             for task in forward.tasks:
-                self.backwards[task].shorten(kept)
+                for piece in self.backwards[task].pieces.values():
+                    if piece.U is not None:
+                        piece.U = piece.U.first(kept)
 
-    def receive(
-        self,
-        task: int,
-        layer: int,
-        training: bool,
-        own: bool,
-        a: Tensor,
-        g: Tensor,
-    ) -> None:
-        """Called inside the backward: turn (a, g) into what the block needs, or keep them as
-        factors.
-        """
-        if own != self.own or (self.gated and self.forward is None):
-            return  # of a forward from before or after an own batch
-        index, member = self.layers[layer]
-        active = self.active.get(index) or self.sites[index].active()
-        if not self.gated and not any(accumulates(s.used) for s in active):
-            return
-        backward = self._of(task)
-        self.active[index] = active
-        a, g = member.sample_first(a, g)
-        wanted = self._wanted(backward, len(a))
-        if not backward.fits(index, len(a)) and self.per_sample:
-            return
-        if g.dtype in HALF:
-            self.half.add(index)
-        with nullcontext() if g.is_cuda else self.timer(index):
-            if not member.kind.whole_batch:
-                a, g = a[:wanted], g[:wanted]
-            with _mode(member.module, training):
-                U = (
-                    self.sites[index]
-                    .operator(active, member, a, g)
-                    .first(wanted)
-                )
-            backward.kappa[index] += U.kappa
-            backward.positions[index] += U.kappa * U.samples
-            keep = self.keep()
-            U = U if keep is None else keep(self.sites[index], U)
-            backward.add(index, U, self.per_sample)
+    def room(self, backward: Backward) -> int:
+        """How many samples of a backward are kept."""
+        if self.gated:  # `settle` looks at the limit
+            return UNLIMITED
+        before = self.total - backward.samples
+        return max(0, self.limit - before)
 
-    def _wanted(self, backward: Backward, count: int) -> int:
-        """How many of a call's samples are kept."""
-        if self.forward is not None:  # `settle` looks at the limit
-            backward.kept = count
-        if self.forward is not None or self.limit is None:
-            return count
-        others = [b for b in self.backwards.values() if b is not backward]
-        before = sum([other.samples for other in others])
-        return max(0, min(count, self.limit - before))
-
-    def _of(self, task: int) -> Backward:
-        """The captures of a backward; stale ones are dropped, as after a step that was skipped."""
-        if task not in self.backwards:
-            if not self.gated and self._stale():
-                self.clear()
-            self.backwards[task] = Backward()
-            if self.forward is not None:
-                self.forward.tasks.append(task)
-        return self.backwards[task]
-
-    def _stale(self) -> bool:
+    def stale(self) -> bool:
         """Whether the gradients that belong to the captures are gone: not there, or zero where the
         captures are not.
 
         FSDP2 keeps gradients that are not to be reduced yet where nobody sees them: there only
         `zero_grad` tells.
         """
-        if any(self.sites[i].sharded for i in self.active):
+        spread = any(self.sites[i].sharded for i in self.active)
+        if self.gated or spread or not self.backwards:
             return False
-        grads = [
-            s.param.grad for active in self.active.values() for s in active
-        ]
-        if any(g is not None and g.any() for g in grads):
+        params = [s.param for a in self.active.values() for s in a]
+        grads = [p.grad for p in params if p.grad is not None]
+        if any(g.any() for g in grads):
             return False
         pieces = [
-            U for b in self.backwards.values() for U in b.pieces.values()
+            p for b in self.backwards.values() for p in b.pieces.values()
         ]
-        return all(g is None for g in grads) or any(
-            U.values.any() for U in pieces
-        )
-
-    @property
-    def total(self) -> int:
-        """B, the step's sample count."""
-        return sum([backward.samples for backward in self.backwards.values()])
-
-    @property
-    def columns(self) -> int:
-        """ϱ, the number of U's columns."""
-        if self.gated:
-            return sum(
-                backward.kept or 0 for backward in self.backwards.values()
-            )
-        return (
-            self.total if self.limit is None else min(self.total, self.limit)
-        )
+        captured = [p.U.values for p in pieces if p.U is not None]
+        return not grads or any(values.any() for values in captured)
 
     def timer(self, index: int) -> Timer:
         """The clock of a site's refresh."""
@@ -356,17 +221,25 @@ class Samples:
 
     def look(self, index: int) -> Look:
         """What was captured of a site."""
-        count, kappa, positions, captured = 0, 0, 0, False
+        count, kappa, positions, code = 0, 0, 0, 0
         mismatch: str | None = None
         for backward in self.backwards.values():
-            if index in backward.pieces:
-                captured = True
-                count += backward.pieces[index].samples
-                positions += backward.positions[index]
-                kappa = max(kappa, backward.kappa[index])
+            piece = backward.pieces.get(index)
+            if piece is None:
+                continue
+            if piece.U is not None:
+                count += piece.U.samples
+                positions += piece.positions
+                kappa = max(kappa, piece.kappa)
+                code = 1 + count
             if self.per_sample and mismatch is None:
-                mismatch = backward.mismatch(index)
-        return Look(captured, count, kappa, positions, mismatch)
+                mismatch = piece.mismatch
+                if mismatch is None and piece.count != backward.samples:
+                    mismatch = differs(piece.count, backward.samples)
+        captured = code > 0
+        if mismatch is not None:
+            code = -1
+        return Look(captured, count, kappa, positions, mismatch, code)
 
     def unit(self, scale: float) -> float:
         """From captured gradients, which carry `scale`, to the columns u_i/√ϱ."""
@@ -380,30 +253,22 @@ class Samples:
         Factors in bfloat16 stay so on a GPU, whose products of them are summed up in float32.
         """
         dtype = self.sites[index].dtype
-        pieces = []
+        found = []
         for backward in self.backwards.values():
-            if index in backward.pieces:
-                pieces.append(_settled(backward.pieces.pop(index), dtype))
-        U = pieces[0] if len(pieces) == 1 else stacked(pieces)
-        return U.scaled(unit)
+            piece = backward.pieces.get(index)
+            if piece is None or piece.U is None:
+                continue
+            U, piece.U = piece.U, None
+            halved = U.values.dtype == torch.bfloat16 and U.values.is_cuda
+            stays = halved and U.form == "implicit"
+            found.append(U if stays else U.to(dtype))
+        return stacked(found).scaled(unit)
 
 
-def _settled(U: Operator, dtype: torch.dtype) -> Operator:
-    halved = U.values.dtype == torch.bfloat16 and U.values.is_cuda
-    return U if halved and U.form == "implicit" else U.to(dtype)
+UNLIMITED = sys.maxsize
 
 
-@contextmanager
-def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """The layer in the mode that its forward ran in, which BatchNorm's rule needs to know."""
-    now, module.training = module.training, training
-    try:
-        yield
-    finally:
-        module.training = now
-
-
-class Collector:
+class Collector(Capture):
     """Hooks on the layers of some sites, and the samples that they hand over."""
 
     def __init__(
@@ -418,43 +283,36 @@ class Collector:
         stream: Callable[[int], int],
         per_sample: bool = True,
     ) -> None:
-        self.module, self.fisher, self.loss, self.stream = (
-            module,
-            fisher,
-            loss,
-            stream,
-        )
-        self.own = (
-            False  # whether this step's curvature has a batch of its own
-        )
+        self.module = module
+        self.keep = keep
+        self.fisher = fisher
+        self.loss = loss
+        self.stream = stream
+        self.layers = [(i, m) for i, s in enumerate(sites) for m in s.members]
+        # Whether this step's curvature has a batch of its own.
+        self.own = False
         observed = fisher != "empirical"
-        self.samples = Samples(sites, limit, keep, observed, per_sample)
-        layers = [member.module for _, member in self.samples.layers]
-        self.capture = Capture(layers, self.samples.receive)
-        self.observer = (
-            Observer(module, WeakMethod(self._observe)) if observed else None
-        )
+        self.observer = Observer(module, self._observe) if observed else None
+        self.forward: Forward | None = None  # that goes backward now
+        most = UNLIMITED if limit is None else limit
+        self.fresh = partial(Samples, sites, most, per_sample, observed)
+        self.samples = self.fresh()
+        super().__init__([member.module for _, member in self.layers])
 
     def arm(self, due: bool) -> None:
         """Begin a step, which is captured if a refresh is due."""
-        self.samples.clear()
-        self.own = self.samples.own = self.capture.own = False
-        self.capture.armed = due
+        self.samples = self.fresh()
+        self.own = self.aside = False
+        self.watch(due)
 
     def drop(self) -> None:
         """Forget what was captured: the gradients it belongs to are gone."""
         if self.own:
             return
-        if self.samples.gated:
-            self.samples.forget(
-                trained=True
-            )  # what is still to go backward stays
-        else:
-            self.samples.clear()
-
-    def remove(self) -> None:
-        """Leave the module as it was."""
-        self.capture.remove()
+        if self.observer is None:
+            self.samples = self.fresh()
+        else:  # what is still to go backward stays
+            self.samples.forget(trained=True)
 
     @property
     def scale(self) -> float:
@@ -462,24 +320,92 @@ class Collector:
         unscaled = self.own or self.observer is not None
         return 1.0 if unscaled else loss_scale()
 
+    @torch.no_grad()
+    def receive(
+        self,
+        layer: int,
+        training: bool,
+        aside: bool,
+        task: int,
+        a: Tensor,
+        g: Tensor,
+    ) -> None:
+        """Called inside the backward: turn (a, g) into what the block needs, or keep them as
+        factors.
+        """
+        if aside != self.own or (self.observer and self.forward is None):
+            return  # of a forward from before or after an own batch
+        index, member = self.layers[layer]
+        site = self.samples.sites[index]
+        active = self.samples.active.get(index) or site.active()
+        if self.observer is None and not site.reached(active):
+            return
+        samples = self._begun(task)
+        backward = samples.backwards[task]
+        samples.active[index] = active
+        a, g = member.sample_first(a, g)
+        room = samples.room(backward)
+        piece = backward.called(index, len(a))
+        if piece.mismatch is not None and samples.per_sample:
+            return
+        if g.dtype in HALF:
+            samples.half.add(index)
+        clock = nullcontext() if g.is_cuda else samples.timer(index)
+        with clock, torch.autocast(g.device.type, enabled=False):
+            if not member.kind.whole_batch:
+                a, g = a[:room], g[:room]
+            # BatchNorm's rule needs to know the mode that the forward ran in.
+            now = member.module.training
+            member.module.training = training
+            try:
+                U = site.operator(active, member, a, g).first(room)
+            finally:
+                member.module.training = now
+            piece.kappa += U.kappa
+            piece.positions += U.kappa * U.samples
+            keep = self.keep()
+            if keep is not None:
+                U = keep(site, U)
+            if piece.U is not None:
+                both = [piece.U, U]
+                U = added(*both) if samples.per_sample else stacked(both)
+            piece.U = U
+
+    def _begun(self, task: int) -> Samples:
+        """The samples with an entry for a backward; stale ones are dropped, as after a step that
+        was skipped.
+        """
+        if task not in self.samples.backwards:
+            if self.samples.stale():
+                self.samples = self.fresh()
+            self.samples.backwards[task] = Backward()
+            if self.forward is not None:
+                self.forward.tasks.append(task)
+        return self.samples
+
     def _observe(self, out: Any) -> None:
         """The module was called: on a refresh step send its output backward."""
-        if not self.capture.armed:
+        if not self.armed:
             return
         f = output_of(out)
         if not f.requires_grad:
             return
-        segments = [s for site in self.samples.sites for s in site.segments]
-        params = [s.param for s in segments if s.param.requires_grad]
+        active = [s for site in self.samples.sites for s in site.active()]
+        params = [s.param for s in active]
         if not params:
             return
         seed = self.stream(len(self.samples.forwards))
         generator = torch.Generator(f.device).manual_seed(seed)
-        with self.samples.listened(f.shape[0]) as forward:
+        forward = Forward(len(f), trained=self.own)
+        self.samples.forwards.append(forward)
+        self.forward = forward
+        try:
             for h in seeds(f, self.fisher, self.loss, generator):
                 torch.autograd.grad(
                     f, params, h, retain_graph=True, allow_unused=True
                 )
+        finally:
+            self.forward = None
         f.register_hook(lambda _: setattr(forward, "trained", True))
 
     @contextmanager
@@ -489,18 +415,19 @@ class Collector:
         wrapped = isinstance(self.module, nn.parallel.DistributedDataParallel)
         kept = []
         for p in params:
-            kept.append(
-                p.grad.clone() if wrapped and p.grad is not None else p.grad
-            )
+            grad = p.grad
+            if wrapped and grad is not None:
+                grad = grad.clone()
+            kept.append(grad)
             p.grad = None
-        self.samples.clear()
-        self.own = self.samples.own = self.capture.own = self.capture.armed = (
-            True
-        )
+        self.samples = self.fresh()
+        self.own = self.aside = True
+        self.watch(True)
         try:
             yield
         finally:
-            self.capture.own = False
-            self.capture.armed = self.capture.armed and not self.own
+            self.aside = False
+            if self.own:
+                self.watch(False)
             for p, grad in zip(params, kept, strict=True):
                 p.grad = grad

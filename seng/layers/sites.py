@@ -11,13 +11,14 @@ Parameters that are spread over ranks: DTensors, as FSDP2 and HSDP make them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seng.layers.kinds import ARRANGEMENTS, ROWS, Kind, kind_of
+from seng.layers.capture import accumulates
+from seng.layers.kinds import ARRANGEMENTS, Kind, kind_of
 from seng.linalg.operators import Operator, Shape
 
 
@@ -70,25 +71,17 @@ class Member:
     name: str
     module: nn.Module
     kind: Kind
-    params: frozenset[nn.Parameter] = frozenset()  # as they were at the survey
-
-    def holds(self, param: nn.Parameter, name: str) -> bool:
-        """Whether the parameter is its own by that name.
-
-        FSDP2 puts another tensor in a spread parameter's place while a backward runs.
-        """
-        if is_sharded(param):
-            return param in self.params and name in self.module._parameters
-        return getattr(self.module, name, None) is param
+    names: Mapping[nn.Parameter, str]  # its parameters, as they were found
 
     def sample_first(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output (or its gradient) with the sample as dimension 0."""
         how = ARRANGEMENTS.get(self.module)
         if how is not None:
             return how(a), how(g)
-        if a.dim() <= self.kind.features(
-            self.module
-        ):  # one sample, not a batch of one
+        features = self.kind.features
+        if callable(features):
+            features = features(self.module)
+        if a.dim() <= features:  # one sample, not a batch of one
             return a[None], g[None]
         return a, g
 
@@ -101,87 +94,71 @@ class Segment:
     owner: Member
     name: str
     shape: Shape  # (h, n_G, width)
-    in_order: bool = False  # whether its numbers lie as the matrix's rows do
-
-    @property
-    def used(self) -> Tensor:
-        """What the layer uses in its place now: FSDP2 has it whole while a backward runs."""
-        if not is_sharded(self.param):
-            return self.param
-        return getattr(self.owner.module, self.name, self.param)
+    in_order: bool  # whether its numbers lie as the matrix's rows do
 
     def rows(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape as (h, n_G, width)."""
-        return self.owner.kind.layout[0](self.owner.module, self.name, tensor)
+        return self.owner.kind.rows(self.owner.module, self.name, tensor)
 
     def back(self, rows: Tensor) -> Tensor:
         """And back."""
-        return self.owner.kind.layout[1](self.owner.module, self.name, rows)
+        back = self.owner.kind.back
+        if back is None:
+            return rows.reshape(self.param.shape)
+        return back(self.owner.module, self.name, rows)
 
 
 Segments = tuple[Segment, ...]
 
 
-@dataclass(frozen=True, eq=False)
 class Site:
     """One block's layers and parameters."""
 
-    members: tuple[Member, ...]
-    segments: Segments
-    lead: nn.Parameter = field(
-        init=False
-    )  # the weight, whose group gives the damping
-    sharded: bool = field(
-        init=False
-    )  # whether its parameters are spread over ranks
-    name: str = field(init=False)
-    factored: bool = field(init=False)  # whether one of its layers has factors
-    matrix: bool = field(
-        init=False
-    )  # whether all have: it is a matrix, or a stack
-    own_form: str | None = field(
-        init=False
-    )  # that a site without factors keeps
-
-    def __post_init__(self) -> None:
-        lead = self.segments[0].param
-        names = [m.name or type(m.module).__name__ for m in self.members]
-        has = [m.kind.factored for m in self.members]
-        table = any(isinstance(m.module, nn.Embedding) for m in self.members)
-        own = {
-            "lead": lead,
-            "sharded": is_sharded(lead),
-            "name": " + ".join(names),
-            "factored": any(has),
-            "matrix": all(has),
-            "own_form": None
-            if any(has)
-            else "lookup"
-            if table
-            else "explicit",
-        }
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+    def __init__(self, members: Sequence[Member], segments: Segments) -> None:
+        self.members = tuple(members)
+        self.segments = segments
+        # The weight, whose group gives the damping.
+        self.lead = segments[0].param
+        # Whether its parameters are spread over ranks.
+        self.sharded = is_sharded(self.lead)
+        names = [m.name or type(m.module).__name__ for m in members]
+        self.name = " + ".join(names)
+        forms = {member.kind.form for member in members}
+        # Whether one of its layers has factors.
+        self.factored = None in forms
+        # Whether all have: it is a matrix, or a stack.
+        self.matrix = forms == {None}
+        # That a site without factors keeps.
+        self.own_form: str | None = None
+        if not self.factored:
+            self.own_form = "lookup" if "lookup" in forms else "explicit"
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision of its small matrices and of its directions."""
-        return (
-            torch.float64
-            if self.lead.dtype == torch.float64
-            else torch.float32
-        )
+        return torch.promote_types(self.lead.dtype, torch.float32)
 
     def active(self) -> Segments:
         """The segments that are trained now."""
         return tuple([s for s in self.segments if s.param.requires_grad])
 
+    def reached(self, active: Segments) -> bool:
+        """Whether the running backward reaches one of its parameters.
+
+        FSDP2 puts a whole tensor in a spread one's place while a backward runs.
+        """
+        for s in active:
+            used: Tensor = s.param
+            if self.sharded:
+                used = getattr(s.owner.module, s.name, used)
+            if accumulates(used):
+                return True
+        return False
+
     def in_use(self, grads: Tensors) -> bool:
         """Whether a gradient has reached it; of a spread one, this rank's part of it."""
-        found = [
-            local(grads[s.param]) for s in self.active() if s.param in grads
-        ]
-        return any(bool(g.any()) for g in found)
+        params = [s.param for s in self.active() if s.param in grads]
+        return any(local(grads[p]).any() for p in params)
 
     def damping(self, dampings: Mapping[nn.Parameter, float]) -> float:
         """Its parameters' one damping."""
@@ -193,8 +170,10 @@ class Site:
         return values.pop()
 
     def shape(self, active: Segments) -> Shape:
-        h, n_G, _ = active[0].shape
-        return h, n_G, sum([segment.shape[2] for segment in active])
+        h, n_G, width = active[0].shape
+        for s in active[1:]:
+            width += s.shape[2]
+        return h, n_G, width
 
     def gather(
         self, active: Segments, tensors: Tensors, dtype: torch.dtype
@@ -204,19 +183,16 @@ class Site:
         """
         parts = []  # this happens at every step: few calls
         for s in active:
-            t = (
-                tensors[s.param]
-                if s.param in tensors
-                else torch.zeros_like(s.param)
-            )
+            t = tensors.get(s.param)
+            if t is None:
+                t = torch.zeros_like(s.param)
             if self.sharded:
                 t = local(t).reshape(1, 1, -1)
             else:
                 t = t.reshape(s.shape) if s.in_order else s.rows(t)
             parts.append(t.to(dtype))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(
-            -1
-        )
+        z = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return z.reshape(-1)
 
     def scatter(
         self, active: Segments, d: Tensor
@@ -224,36 +200,31 @@ class Site:
         """d (n,), or this rank's part of it -> one tensor per parameter."""
         if not self.sharded:
             return self.scatter_whole(active, d)
-        out, start = {}, 0
-        for s in active:
-            own = local(s.param)
-            piece = d[start : start + own.numel()]
-            out[s.param] = like(piece.view_as(own), s.param)
-            start += own.numel()
-        return out
+        own = [local(s.param) for s in active]
+        parts = d.split([part.numel() for part in own])
+        return {
+            s.param: like(part.view_as(p), s.param)
+            for s, p, part in zip(active, own, parts, strict=True)
+        }
 
     def scatter_whole(
         self, active: Segments, d: Tensor
     ) -> dict[nn.Parameter, Tensor]:
         """d (n,) -> one whole tensor per parameter, spread or not."""
         h, n_G, _ = active[0].shape
-        D, out, start = d.view(h, n_G, -1), {}, 0
-        for s in active:
-            part = D[:, :, start : start + s.shape[2]]
-            out[s.param] = (
-                part.reshape(s.param.shape) if s.in_order else s.back(part)
-            )
-            start += s.shape[2]
+        widths = [s.shape[2] for s in active]
+        parts = d.view(h, n_G, -1).split(widths, 2)
+        out = {}  # this happens at every step: few calls
+        for s, part in zip(active, parts, strict=True):
+            p = s.param
+            out[p] = part.reshape(p.shape) if s.in_order else s.back(part)
         return out
 
     def operator(
         self, active: Segments, member: Member, a: Tensor, g: Tensor
     ) -> Operator:
         """U of one call of one layer, unscaled: its columns are the captured per-sample gradients."""
-        parts = [
-            (s.name if member.holds(s.param, s.name) else None, s.shape[2])
-            for s in active
-        ]
+        parts = [(member.names.get(s.param), s.shape[2]) for s in active]
         return member.kind.operator(
             member.module, parts, self.shape(active), a, g
         )
@@ -289,7 +260,7 @@ def survey(
     for shared, layers in _clusters(module, owned):
         try:
             members = [_member(*layer, layers, inside) for layer in layers]
-            sites.append(Site(tuple(members), _segments(members, shared)))
+            sites.append(Site(members, _segments(members, shared)))
         except NoSiteError as why:
             for name, layer in layers:
                 own = layer.named_parameters(name, recurse=False)
@@ -328,9 +299,8 @@ def _member(
     if layer in inside:
         kind = f"nn.MultiheadAttention '{inside[layer]}' does not call it as a module"
     if isinstance(kind, Kind):
-        return Member(
-            name, layer, kind, frozenset(layer.parameters(recurse=False))
-        )
+        own = layer.named_parameters(recurse=False)
+        return Member(name, layer, kind, {p: key for key, p in own})
     if len(layers) > 1:
         names = ", ".join(name for name, _ in layers)
         kind = f"{kind} (and they share a parameter: {names})"
@@ -343,27 +313,24 @@ def _segments(
     """The parameters side by side, weights first."""
     found: dict[nn.Parameter, Segment] = {}
     for member in members:
-        for key, p in member.module.named_parameters(recurse=False):
+        kind = member.kind
+        for p, key in member.names.items():
             if p not in shared:
                 continue
             if p.is_complex():
                 raise NoSiteError("complex parameters are not supported")
-            if member.kind.factored and key not in ("weight", "bias"):
+            if kind.factored and key not in ("weight", "bias"):
                 raise NoSiteError(
                     f"a rule with factors knows a weight and a bias; '{key}' is neither"
                 )
-            layout = member.kind.layout[0]
-            rows = layout(
-                member.module, key, torch.empty(p.shape, device="meta")
+            empty = torch.empty(p.shape, device="meta")
+            h, n_G, width = kind.rows(member.module, key, empty).shape
+            segment = Segment(
+                p, member, key, (h, n_G, width), kind.back is None
             )
-            shape = (len(rows), *rows.shape[1:])
-            segment = Segment(p, member, key, shape, layout in ROWS)
             known = found.setdefault(p, segment)
             first = next(iter(found.values()))
-            if (
-                known.shape != segment.shape
-                or first.shape[:2] != segment.shape[:2]
-            ):
+            if known.shape != segment.shape or first.shape[:2] != (h, n_G):
                 raise NoSiteError(
                     "it shares a parameter with a layer that lays it out differently"
                 )

@@ -24,7 +24,7 @@ def inspect(optimizer: Any) -> SimpleNamespace:
         refreshes=clock.renewals,
         missed=clock.missed,  # whether the last refresh found no samples
         waiting=len(collector.samples),  # captured backwards, before a step
-        armed=collector.capture.armed,  # whether the next one is captured
+        armed=collector.armed,  # whether the next one is captured
         uncovered=engine.uncovered,
         budget=engine.budget,  # bytes that the curvature may occupy
     )
