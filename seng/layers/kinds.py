@@ -278,7 +278,7 @@ def _linear_windows(
     if not g.numel():
         return None
     G, A = _linear(layer, a, g)
-    return Windows(G, A, (1,), (1,), (0,), (1,), bias)
+    return Windows(G, A, (1,), (1,), (0, 0), (1,), bias)
 
 
 @factors(nn.Linear, unfolded_later=_linear_windows)
@@ -312,16 +312,14 @@ def _conv_windows(
 ) -> Windows | None:
     """The same, to be unfolded later.
 
-    None for what `Windows` does not know: groups, and padding that is uneven or not zero.
+    None for what `Windows` does not know: groups, and padding that is not zero.
     """
-    pad = _padding(layer)
-    uneven = pad[::2] != pad[1::2]
+    pad = tuple(_padding(layer))
     unknown = layer.padding_mode != "zeros" and any(pad)
-    if not g.numel() or layer.groups > 1 or uneven or unknown:
+    if not g.numel() or layer.groups > 1 or unknown:
         return None
-    padding = tuple(pad[::-2])
     return Windows(
-        g, a, layer.kernel_size, layer.stride, padding, layer.dilation, bias
+        g, a, layer.kernel_size, layer.stride, pad, layer.dilation, bias
     )
 
 
