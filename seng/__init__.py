@@ -3,7 +3,6 @@
 import sys
 
 from seng import layers
-from seng.gpu import norms  # noqa: F401 (registers itself)
 from seng.linalg import sketch
 from seng.metrics.curvature import Curvature
 from seng.optim import presets, schedules

@@ -542,7 +542,7 @@ def test_the_inputs_of_a_convolution_side_by_side() -> None:
             a,
             kernel,
             stride,
-            padding,
+            (padding[1], padding[1], padding[0], padding[0]),
             dilation,
             bias,
         )
@@ -603,9 +603,10 @@ def test_factors_in_half_precision_are_reduced_and_stay_so() -> None:
     torch.manual_seed(0)
     sides = (torch.randn(4, 1, n, 5).to(torch.bfloat16) for n in (6, 7))
     U = Implicit(*sides)
-
     small = reduced_factors(U, 5 - 2, torch.Generator)
-    assert small.G.dtype == small.A.dtype == torch.bfloat16 and small.rank == 3
+    assert (
+        small.G.dtype == small.A.dtype == torch.bfloat16 and small.kappa == 3
+    )
     whole = U.to(F64).explicit().U
     assert naive.relative_error(small.to(F64).explicit().U, whole) < 0.7
 

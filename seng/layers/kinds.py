@@ -37,9 +37,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -199,18 +197,11 @@ def columns(
         def precise(layer: Any, a: Tensor, g: Tensor) -> Any:
             return rule(layer, _widened(a), _widened(g))
 
-        _of_columns(kind, features, whole_batch)(precise)
+        how = {"form": "explicit", "whole_batch": whole_batch}
+        _registered(kind, _from_columns, features, _as_row, **how)(precise)
         return rule
 
     return register
-
-
-def _of_columns(
-    kind: type[nn.Module], features: Features, whole_batch: bool
-) -> Callable[[Rule], Rule]:
-    """`columns` of a rule that takes half precision as it is."""
-    how = {"form": "explicit", "whole_batch": whole_batch}
-    return _registered(kind, _from_columns, features, _as_row, **how)
 
 
 Arrange = Callable[[Tensor], Tensor]
@@ -278,10 +269,8 @@ def positions(x: Tensor) -> Tensor:
 @factors(nn.Linear)
 def _linear(layer: nn.Linear, a: Tensor, g: Tensor) -> Windows:
     """The same as a convolution of width 1 over the positions."""
-    one = (1,)
-    return Windows(
-        positions(g).mT, positions(a).mT, one, one, (0,), one, bias=0
-    )
+    G, A = positions(g).mT, positions(a).mT
+    return Windows(G, A, (1,), (1,), (0, 0), (1,), bias=0)
 
 
 def _padding(layer: _ConvNd) -> list[int]:
@@ -298,13 +287,10 @@ def _padding(layer: _ConvNd) -> list[int]:
 
 
 def _conv(layer: _ConvNd, a: Tensor, g: Tensor) -> Windows:
-    """`Windows` pads with zeros, evenly: other padding is done here."""
-    pad = _padding(layer)
-    padding = tuple(pad[::-2])
-    zeros = layer.padding_mode == "zeros"
-    if not zeros or pad[::2] != pad[1::2]:
-        mode = "constant" if zeros else layer.padding_mode
-        a = F.pad(a, pad, mode=mode)
+    """`Windows` pads with zeros: other padding is done here."""
+    padding = tuple(_padding(layer))
+    if layer.padding_mode != "zeros":
+        a = F.pad(a, padding, mode=layer.padding_mode)
         padding = (0,) * len(padding)
     how = layer.kernel_size, layer.stride, padding, layer.dilation
     return Windows(g, a, *how, bias=0)
@@ -325,8 +311,7 @@ def _conv_transpose(
         a = stuffed.flatten(2 + i, 3 + i).narrow(2 + i, 0, length)
         left = reach - int(layer.padding[i])
         pad = [left, g.shape[2 + i] + reach - length - left, *pad]
-    ones = (1,) * len(layer.kernel_size)
-    zeros = (0,) * len(ones)
+    ones, zeros = (1,) * len(layer.kernel_size), (0,) * len(pad)
     how = layer.kernel_size, ones, zeros, layer.dilation
     return Windows(g, F.pad(a, pad), *how, bias=0)
 
@@ -408,15 +393,14 @@ def _group_norm(
     return _affine(x_hat, g, (1,))
 
 
-def of_the_batch(layer: _BatchNorm | _InstanceNorm) -> bool:
-    """Whether the layer normalises by what it sees now, and not by running statistics."""
-    return layer.training or layer.running_mean is None
-
-
 def _channels(
     norm: Callable[..., Tensor], layer: Any, a: Tensor, g: Tensor
 ) -> Columns:
-    now = of_the_batch(layer)
+    """A norm of each channel.
+
+    In training the batch's statistics are taken as given, so that the mean of u_i is the gradient.
+    """
+    now = layer.training or layer.running_mean is None
     mean, variance = layer.running_mean, layer.running_var
     if now:
         mean = variance = None
@@ -424,18 +408,7 @@ def _channels(
     return _affine(x_hat, g, (1,))
 
 
-def _batch_norm(
-    layer: _BatchNorm,
-    a: Tensor,
-    g: Tensor,
-) -> Columns:
-    """u_i = g_i ⊙ x̂_i.
-
-    In training the batch's statistics are taken as given, so that the mean of u_i is the gradient.
-    """
-    return _channels(F.batch_norm, layer, _widened(a), _widened(g))
-
-
+_batch_norm = partial(_channels, F.batch_norm)
 _instance_norm = partial(_channels, F.instance_norm)
 
 
@@ -453,7 +426,5 @@ for _d in (1, 2, 3):
     factors(getattr(nn, f"ConvTranspose{_d}d"), 1 + _d, *_transposed)(
         _conv_transpose
     )
-    _of_columns(getattr(nn, f"BatchNorm{_d}d"), 1, whole_batch=True)(
-        _batch_norm
-    )
+    columns(getattr(nn, f"BatchNorm{_d}d"), whole_batch=True)(_batch_norm)
     columns(getattr(nn, f"InstanceNorm{_d}d"), 1 + _d)(_instance_norm)

@@ -4,15 +4,15 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from seng.linalg import operators
 from seng.linalg.implicit import Implicit
-from seng.linalg.operators import Operator, Shape
+from seng.linalg.operators import Operator, Shape, Slabs
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,7 @@ class Lookup(Operator):
     G: Tensor  # (ϱ, κ, n_A)
     vocabulary: int  # n_G
 
-    @property
-    def values(self) -> Tensor:
-        return self.G
+    values = property(attrgetter("G"))
 
     @property
     def shape(self) -> Shape:
@@ -43,18 +41,14 @@ class Lookup(Operator):
         rows = weights.view(self.shape)[0][self.tokens]
         return replace(self, G=(self.G * rows).to(self.G.dtype))
 
-    def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        width = self.G.shape[2]
-        step = max(1, operators.CHUNK // max(1, self.samples * width))
-        numbers = torch.arange(self.samples, device=self.tokens.device)
-        sample = numbers[:, None].expand_as(self.tokens)
-        for i in range(0, self.vocabulary, step):
-            stop = min(i + step, self.vocabulary)
-            inside = (self.tokens >= i) & (self.tokens < stop)
-            place = sample[inside], self.tokens[inside] - i
-            X = self._zeros(self.samples, stop - i, width)
-            X.index_put_(place, self.G[inside], accumulate=True)
-            yield slice(i * width, stop * width), X.flatten(1)
+    def slabs(self, dtype: torch.dtype) -> Slabs:
+        column = dtype.itemsize * max(1, self.samples * self.vocabulary)
+        width = max(1, operators.CHUNK // column)
+        for i in range(0, self.G.shape[2], width):
+            G = self.G[..., i : i + width].to(dtype)
+            X = G.new_zeros(self.samples, self.vocabulary, G.shape[2])
+            X.scatter_add_(1, self.tokens[..., None].expand_as(G), G)
+            yield (..., slice(i, i + width)), X[:, None]
 
     def gram(self) -> Tensor:
         """UᵀU over the rows that occur; the others are zero."""
@@ -66,18 +60,14 @@ class Lookup(Operator):
         return (z.view(self.shape)[0][self.tokens] * self.G).sum((1, 2))
 
     def mv(self, c: Tensor) -> Tensor:
-        out = self._zeros(self.vocabulary, self.G.shape[2])
+        out = self._empty(self.vocabulary, self.G.shape[2]).zero_()
         weighted = (self.G * c[:, None, None]).flatten(0, 1)
         return out.index_add_(0, self.tokens.flatten(), weighted).flatten()
 
     def summand(self, positions: int) -> Implicit | None:
-        larger = positions >= self.G.shape[2]  # one-hot columns than U itself
-        return None if larger else self.one_hot()
-
-    def one_hot(self) -> Implicit:
-        """The same U as factors: Ĝ_i has one-hot columns, as a linear layer has that shares the
-        weight.
-        """
-        one_hot = self._zeros(*self.tokens.shape, self.vocabulary)
+        """Ĝ_i has one-hot columns, as a linear layer has that shares the weight."""
+        if positions >= self.G.shape[2]:  # larger than U itself
+            return None
+        one_hot = self._empty(*self.tokens.shape, self.vocabulary).zero_()
         one_hot.scatter_(2, self.tokens[..., None], 1)
         return Implicit(one_hot.mT[:, None], self.G.mT[:, None])

@@ -105,12 +105,10 @@ def top(K: Tensor) -> Tensor:
     if one_by_one(K):
         values, _ = eigh(K, vectors=False)
         return values[..., 0]
-    K = K.to(widest(K))
-    P = _unit_trace(K)
+    P = K = K.to(widest(K))
     for _ in range(SQUARINGS // 2):
-        P = P @ P
-        P = _unit_trace(P @ P)
-    return (K * P).sum((-2, -1))
+        P = linalg.matrix_power(_unit_trace(P), 4)
+    return (K * _unit_trace(P)).sum((-2, -1))
 
 
 def _unit_trace(P: Tensor) -> Tensor:
@@ -177,7 +175,7 @@ def reduced(U: Implicit, rank: int, generator: torch.Generator) -> Implicit:
     SVD. Their signs are free in G_i A_iᵀ but not in eq. 23, so each column of V_i is made to sum to
     a positive number. With r ≥ κ nothing is done, and with r ≥ min(n_G, n_A) nothing is lost.
     """
-    if rank >= U.rank:
+    if rank >= U.kappa:
         return U
     X = min(U.G, U.A, key=lambda factor: factor.shape[2])  # (ϱ, h, m, κ)
     # What is not finite stays in the factors, and the state that comes of them is dropped.
@@ -187,7 +185,7 @@ def reduced(U: Implicit, rank: int, generator: torch.Generator) -> Implicit:
     if rank >= m:
         V = linalg.qr(X.mT).Q
     else:
-        width = min(m, U.rank, rank + OVERSAMPLE)
+        width = min(m, U.kappa, rank + OVERSAMPLE)
         omega = X.new_empty(m, width).normal_(generator=generator)
         Z = linalg.qr(X.mT @ omega).Q  # (ϱ, h, κ, width)
         for _ in range(POWER):

@@ -24,10 +24,12 @@ full, and where these do not exist, or would be larger than U itself, columns.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -37,15 +39,13 @@ if TYPE_CHECKING:
     from seng.linalg.implicit import Implicit
 
 Shape = tuple[int, int, int]  # (h, n_G, n_A)
+Slabs = Iterator[tuple[tuple[Any, ...], Tensor]]
 
-CHUNK = 2**24  # numbers of a dense slab of U that may exist at once
-SLAB = 2**26  # the same for slabs in half precision
+CHUNK = 2**26  # bytes of a dense slab of U that may exist at once
 HALF = (torch.float16, torch.bfloat16)
 
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision of sums over numbers of `dtype`."""
-    return torch.float32 if dtype in HALF else dtype
+# The precision of sums over numbers of a dtype.
+wide = partial(torch.promote_types, torch.float32)
 
 
 def product(X: Tensor, Y: Tensor) -> Tensor:
@@ -63,32 +63,30 @@ def product(X: Tensor, Y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Operator(ABC):
+class Operator:
     """A tall matrix U (n, ϱ) known through its products."""
 
     form: ClassVar[str]
-    waits: ClassVar[bool] = (
-        False  # its products wait for the device: never recorded
-    )
-    exact: ClassVar[bool] = True  # whether `mv` is exactly Uc
-    sample_dim: ClassVar[int] = 0  # of its tensors
-    position_dim: ClassVar[int | None] = (
-        None  # the same, where positions can be added
-    )
+    waits = False  # its products wait for the device: never recorded
+    exact = True  # whether `mv` is exactly Uc
+    sample_dim = 0  # of its tensors
+    position_dim: ClassVar[Any] = None  # where positions can be added
 
-    @property
-    @abstractmethod
-    def shape(self) -> Shape:
-        """(h, n_G, n_A): how a vector of this block is a stack of matrices."""
+    values: ClassVar[Tensor]  # the tensor that holds gradients: U, G or Y
+    shape: ClassVar[Any]  # (h, n_G, n_A): a block's vector is a stack
+    basis: ClassVar[Any] = None  # Y (ϱ, n) and scale, if U = scale·Yᵀ is kept
 
-    @abstractmethod
-    def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """Slabs of U: a slice of rows and U[slice]ᵀ (ϱ, m), of at most about CHUNK numbers each."""
+    # What two operators must agree in for their tensors to be joined:
+    family: ClassVar[Any] = property(attrgetter("form"))
+
+    # Of the forms with factors, Ĝ_i and Â_i side by side:
+    outputs: ClassVar[Any]  # () -> (h, n_G, N), with the operator's scale
+    inputs: ClassVar[Any]  # (slice of the samples) -> (h, n_A, N)
 
     @property
     def samples(self) -> int:
         """ϱ, the number of columns."""
-        return self.values.shape[self.sample_dim]
+        return int(self.values.shape[self.sample_dim])
 
     @property
     def kappa(self) -> int:
@@ -98,8 +96,22 @@ class Operator(ABC):
     @property
     def n(self) -> int:
         """The number of rows, h·n_G·n_A."""
-        h, n_G, n_A = self.shape
-        return h * n_G * n_A
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the products."""
+        return wide(self.values.dtype)
+
+    def slabs(self, dtype: torch.dtype) -> Slabs:
+        """U in parts, of about CHUNK bytes each if they have to be made: where a part lies in the
+        stack (h, n_G, n_A), as an index, and U's numbers there, sample by sample (ϱ, …).
+        """
+        return self.explicit().slabs(dtype)
+
+    def columns(self) -> Iterator[Tensor]:
+        """Blocks of columns of U, (n, b) each."""
+        yield self.explicit().U
 
     def factors(self) -> Implicit | None:
         """The factors Ĝ_i and Â_i in full, where u_i has any."""
@@ -108,16 +120,6 @@ class Operator(ABC):
     def summand(self, positions: int) -> Implicit | None:
         """Factors to be added to others, of so many positions in all; None where columns do better."""
         return self.factors()
-
-    @property
-    def family(self) -> Hashable:
-        """What two operators must agree in for their tensors to be joined."""
-        return self.form
-
-    @property
-    def basis(self) -> tuple[Tensor, Tensor] | None:
-        """Y (ϱ, n) and scale of U = scale·Yᵀ, where U is kept so."""
-        return None
 
     def smaller(self) -> Operator:
         """The same U, as factors or as columns, whichever is smaller."""
@@ -132,22 +134,13 @@ class Operator(ABC):
         """diag(weights) U."""
         return self.mapped(lambda rows: rows * weights)
 
-    def outputs(self) -> Tensor:
-        """Ĝ_i side by side, with the operator's scale: (h, n_G, N)."""
-        raise TypeError(f"the {self.form} form has no factors")
-
-    def inputs(self, taken: slice = slice(None)) -> Tensor:
-        """Â_i of some samples side by side: (h, n_A, N)."""
-        raise TypeError(f"the {self.form} form has no factors")
-
-    def columns(self) -> Iterator[Tensor]:
-        """Blocks of columns of U, (n, b) each."""
-        yield self.explicit().U
-
     def rmv(self, z: Tensor) -> Tensor:
         """Uᵀz (ϱ,) of z (n,)."""
-        parts = (X.to(z.dtype) @ z[rows] for rows, X in self.rows())
-        return sum(parts, start=self._zeros(self.samples))
+        out = self._empty(self.samples).zero_()
+        z = z.view(self.shape)
+        for place, X in self.slabs(z.dtype):
+            out += X.flatten(1) @ z[place].flatten()
+        return out
 
     def mv(self, c: Tensor) -> Tensor:
         """Uc (n,) of c (ϱ,)."""
@@ -155,29 +148,36 @@ class Operator(ABC):
 
     def gram(self) -> Tensor:
         """UᵀU (ϱ, ϱ)."""
-        parts = (product(X, X.T) for _, X in self.rows())
-        return sum(parts, start=self._zeros(self.samples, self.samples))
+        out = self._empty(self.samples, self.samples).zero_()
+        for _, X in self.slabs(self.values.dtype):
+            X = X.flatten(1)
+            out += product(X, X.T)
+        return out
 
     def combine(self, V: Tensor) -> Tensor:
-        """(UV)ᵀ (k, n) of V (ϱ, k)."""
-        Y = self._zeros(V.shape[1], self.n)
-        for rows, X in self.rows():
-            Y[:, rows] = product(V.T.to(X.dtype), X)
-        return Y
+        """(UV)ᵀ (k, n) of V (ϱ, k), in `wide` precision throughout.
+
+        What is lost here is lost of d, a small difference of large numbers.
+        """
+        Y = self._empty(V.shape[1], *self.shape)
+        for place, X in self.slabs(self.dtype):
+            W = V.T @ X.flatten(1)
+            Y[:, *place] = W.unflatten(1, X.shape[1:])
+        return Y.flatten(1)
 
     def row_norms(self) -> Tensor:
         """The squared norms (n,) of the rows of U."""
-        out = self._zeros(self.n)
-        for rows, X in self.rows():
-            out[rows] = X.to(out.dtype).square().sum(0)
-        return out
+        out = self._empty(*self.shape)
+        for place, X in self.slabs(self.dtype):
+            out[place] = X.square().sum(0)
+        return out.flatten()
 
     def explicit(self) -> Explicit:
         """The same U, column by column."""
-        U = self._zeros(self.samples, self.n)
-        for rows, X in self.rows():
-            U[:, rows] = X
-        return Explicit(U.T, self.shape)
+        U = self._empty(self.samples, *self.shape)
+        for place, X in self.slabs(self.dtype):
+            U[:, *place] = X
+        return Explicit(U.flatten(1).T, self.shape)
 
     def scaled(self, scale: float | Tensor) -> Self:
         """scale · U."""
@@ -211,16 +211,6 @@ class Operator(ABC):
         return list(self.named().values())
 
     @property
-    @abstractmethod
-    def values(self) -> Tensor:
-        """The tensor that holds gradients: U, G or Y."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The precision of the products."""
-        return wide(self.values.dtype)
-
-    @property
     def bytes(self) -> int:
         """Memory of what is stored."""
         return sum(t.nbytes for t in self.tensors())
@@ -231,8 +221,8 @@ class Operator(ABC):
             self, **{name: change(t) for name, t in self.named().items()}
         )
 
-    def _zeros(self, *size: int) -> Tensor:
-        return self.values.new_zeros(size, dtype=self.dtype)
+    def _empty(self, *size: int) -> Tensor:
+        return self.values.new_empty(size, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -245,19 +235,15 @@ class Explicit(Operator):
     U: Tensor  # (n, ϱ)
     layout: Shape
 
-    @property
-    def values(self) -> Tensor:
-        return self.U
+    values = property(attrgetter("U"))
+    shape = property(attrgetter("layout"))
 
     @property
-    def shape(self) -> Shape:
-        return self.layout
+    def basis(self) -> tuple[Tensor, Tensor]:
+        return self.U.T, torch.ones((), dtype=self.dtype, device=self.U.device)
 
-    def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        yield slice(0, self.n), self.U.T
-
-    def gram(self) -> Tensor:
-        return product(self.U.T, self.U)
+    def slabs(self, dtype: torch.dtype) -> Slabs:
+        yield (...,), self.U.T.unflatten(1, self.layout).to(dtype)
 
     def rmv(self, z: Tensor) -> Tensor:
         return self.U.T @ z
@@ -267,10 +253,6 @@ class Explicit(Operator):
 
     def explicit(self) -> Explicit:
         return self
-
-    @property
-    def basis(self) -> tuple[Tensor, Tensor]:
-        return self.U.T, torch.ones((), dtype=self.dtype, device=self.U.device)
 
 
 @dataclass(frozen=True)
@@ -288,48 +270,29 @@ class Merged(Operator):
     scale: Tensor  # ()
     layout: Shape
 
-    @property
-    def values(self) -> Tensor:
-        return self.Y
+    values = property(attrgetter("Y"))
+    shape = property(attrgetter("layout"))
+    dtype = property(attrgetter("scale.dtype"))
+    basis = property(attrgetter("Y", "scale"))
 
     @classmethod
-    def of(
-        cls,
-        Y: Tensor,
-        layout: Shape,
-        half: bool = False,
-        length: Tensor | None = None,
-    ) -> Self:
-        """UUᵀ = YᵀY for Y (k, n), whose length, the root of the sum of its squares, may be known."""
+    def of(cls, Y: Tensor, layout: Shape, half: bool = False) -> Self:
+        """UUᵀ = YᵀY for Y (k, n)."""
         if not half:
-            return cls(
-                Y, torch.ones((), dtype=Y.dtype, device=Y.device), layout
-            )
-        if length is None:
-            smallest = torch.finfo(Y.dtype).tiny
-            length = torch.linalg.vector_norm(Y).clamp_min_(smallest)
-        scale = length / max(1, Y.numel()) ** 0.5
-        halved = torch.div(
-            Y, scale, out=torch.empty_like(Y, dtype=torch.float16)
-        )
-        return cls(halved, scale, layout)
+            one = torch.ones((), dtype=Y.dtype, device=Y.device)
+            return cls(Y, one, layout)
+        length = torch.linalg.vector_norm(Y)
+        smallest = torch.finfo(Y.dtype).tiny
+        scale = length.clamp_min_(smallest) / max(1, Y.numel()) ** 0.5
+        halved = torch.empty_like(Y, dtype=torch.float16)
+        return cls(torch.div(Y, scale, out=halved), scale, layout)
 
-    @property
-    def shape(self) -> Shape:
-        return self.layout
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.scale.dtype
-
-    def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        step = max(1, CHUNK // max(1, self.samples))
-        for i in range(0, self.n, step):
-            part = slice(i, min(i + step, self.n))
-            yield part, self.Y[:, part].to(self.dtype) * self.scale
+    def explicit(self) -> Explicit:
+        Y = self.Y.to(self.dtype) * self.scale
+        return Explicit(Y.T, self.layout)
 
     def gram(self) -> Tensor:
-        return product(self.Y, self.Y.T) * self.scale.square()
+        return self.across(self)
 
     def combine(self, V: Tensor) -> Tensor:
         return product(V.T.to(self.Y.dtype).contiguous(), self.Y) * self.scale
@@ -340,17 +303,8 @@ class Merged(Operator):
     def mv(self, c: Tensor) -> Tensor:
         return (self.scale * c) @ self.Y.to(c.dtype)
 
-    def to(self, dtype: torch.dtype) -> Self:
-        """Of a basis in half precision, only the products change."""
-        Y = self.Y if self.Y.dtype in HALF else self.Y.to(dtype)
-        return replace(self, Y=Y, scale=self.scale.to(dtype))
-
     def scaled(self, scale: float | Tensor) -> Self:
         return replace(self, scale=self.scale * scale)
-
-    @property
-    def basis(self) -> tuple[Tensor, Tensor]:
-        return self.Y, self.scale
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
         Y = change(self.Y.to(self.dtype))
@@ -374,9 +328,9 @@ class Merged(Operator):
             Y = self.combine(W[:k]) + other.combine(W[k:])
             return self.of(Y, self.layout)
         scale = torch.maximum(self.scale, other.scale)
-        ours = (W[:k] * (self.scale / scale)).T.to(torch.float16).contiguous()
-        theirs = (
-            (W[k:] * (other.scale / scale)).T.to(torch.float16).contiguous()
+        ours, theirs = (
+            (weights * (U.scale / scale)).T.to(torch.float16).contiguous()
+            for U, weights in ((self, W[:k]), (other, W[k:]))
         )
         Y = torch.mm(ours, self.Y.to(torch.float16))
         # Orthonormal combinations of numbers of size 1 do not overflow.
@@ -385,15 +339,13 @@ class Merged(Operator):
 
 def added(U: Operator, V: Operator) -> Operator:
     """U + V: one layer used twice in a backward, or two that share a weight."""
-    left: Operator | None = U
-    right: Operator | None = V
-    if U.position_dim is None or not _alike([U, V]):
+    parts: list[Any] = [U, V]
+    if U.position_dim is None or not _alike(parts):
         positions = U.kappa + V.kappa
-        left, right = U.summand(positions), V.summand(positions)
-    if left is None or right is None:
+        parts = [X.summand(positions) for X in parts]
+    if not all(parts):
         return Explicit(U.explicit().U + V.explicit().U, U.shape)
-    assert left.position_dim is not None
-    return _concatenated([left, right], left.position_dim)
+    return _concatenated(parts, parts[0].position_dim)
 
 
 def stacked(parts: Sequence[Operator]) -> Operator:
@@ -404,6 +356,9 @@ def stacked(parts: Sequence[Operator]) -> Operator:
         parts = [U.factors() or U for U in parts]
     if not _alike(parts):
         parts = [U.explicit() for U in parts]
+    if parts[0].position_dim is not None:
+        most = max(U.kappa for U in parts)
+        parts = [_widened(U, most) for U in parts]
     return _concatenated(parts, parts[0].sample_dim)
 
 
@@ -413,21 +368,18 @@ def _alike(parts: Sequence[Operator]) -> bool:
 
 
 def _concatenated(parts: Sequence[Operator], dim: int) -> Operator:
-    """The parts' tensors, one behind the other along `dim`; missing positions are zeros."""
-    first = parts[0]
-    joined: dict[str, Tensor] = {}
-    for name in first.named():
-        tensors = [U.named()[name] for U in parts]
-        if first.position_dim is not None and first.position_dim != dim:
-            tensors = _padded(tensors, first.position_dim)
-        joined[name] = torch.cat(tensors, dim)
-    return replace(first, **joined)
+    """The parts' tensors, one behind the other along `dim`."""
+    joined = {}
+    for name in parts[0].named():
+        joined[name] = torch.cat([getattr(U, name) for U in parts], dim)
+    return replace(parts[0], **joined)
 
 
-def _padded(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """All as wide along `dim` as the widest."""
-    width = max(t.shape[dim] for t in tensors)
-    after = [0, 0] * (
-        tensors[0].dim() - 1 - dim
-    )  # F.pad begins with the last one
-    return [F.pad(t, [*after, 0, width - t.shape[dim]]) for t in tensors]
+def _widened(U: Operator, kappa: int) -> Operator:
+    """The same with so many positions per sample; those that are missing are zeros."""
+
+    def padded(t: Tensor) -> Tensor:
+        after = [0, 0] * (t.dim() - 1 - U.position_dim)
+        return F.pad(t, [*after, 0, kappa - U.kappa])  # the last one first
+
+    return U if U.kappa == kappa else U._each(padded)

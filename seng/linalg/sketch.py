@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from seng.linalg import operators
 from seng.linalg.implicit import Implicit
-from seng.linalg.operators import CHUNK, Explicit, Operator, Shape
+from seng.linalg.operators import Explicit, Operator, Shape
 
 Add = Callable[[list[Tensor]], None]
 
@@ -61,17 +62,16 @@ class RowSample(Omega):
     scale: Tensor  # (q,)
 
     def __call__(self, z: Tensor) -> Tensor:
-        return _rowwise(self.scale, z[self.index])
+        return torch.einsum("q,q...->q...", self.scale, z[self.index])
 
     def of(self, U: Operator) -> Operator:
         """Of factors, the chosen entries of G_i A_iᵀ alone, some samples at a time."""
         factors = U.factors()
         if factors is None:
             return super().of(U)
-        _, n_G, n_A = U.shape
-        rows, a = self.index // n_A, self.index % n_A
-        group, g = rows // n_G, rows % n_G
-        step = max(1, CHUNK // max(1, len(rows) * U.kappa))
+        group, g, a = torch.unravel_index(self.index, U.shape)
+        entry = U.dtype.itemsize * max(1, len(g) * U.kappa)
+        step = max(1, operators.CHUNK // entry)
         parts = zip(factors.G.split(step), factors.A.split(step), strict=True)
         entries = [(G[:, group, g] * A[:, group, a]).sum(2) for G, A in parts]
         return _columns((torch.cat(entries) * self.scale).T)  # from (ϱ, q)
@@ -111,8 +111,9 @@ class Dense(Omega):
 
     def of(self, U: Operator) -> Operator:
         Xi = self.matrix.new_zeros(len(self.matrix), U.samples)
-        for rows, X in U.rows():
-            Xi += self.matrix[:, rows] @ X.T
+        matrix = self.matrix.unflatten(1, U.shape)
+        for place, X in U.slabs(U.dtype):
+            Xi += matrix[:, *place].flatten(1) @ X.flatten(1).T
         return _columns(Xi)
 
 
@@ -126,12 +127,15 @@ class Buckets(Omega):
 
     def __call__(self, z: Tensor) -> Tensor:
         out = z.new_zeros(self.q, *z.shape[1:])
-        return out.index_add_(0, self.bucket, _rowwise(self.sign, z))
+        signed = torch.einsum("n,n...->n...", self.sign, z)
+        return out.index_add_(0, self.bucket, signed)
 
     def of(self, U: Operator) -> Operator:
         Xi = self.sign.new_zeros(self.q, U.samples)
-        for rows, X in U.rows():
-            Xi.index_add_(0, self.bucket[rows], (X * self.sign[rows]).T)
+        bucket, sign = self.bucket.view(U.shape), self.sign.view(U.shape)
+        for place, X in U.slabs(U.dtype):
+            signed = (X * sign[place]).flatten(1).T
+            Xi.index_add_(0, bucket[place].flatten(), signed)
         return _columns(Xi)
 
 
@@ -186,8 +190,7 @@ class Rows(_Flat):
     replacement: bool = False
 
     def draw(self, U: Operator, generator: torch.Generator) -> Omega:
-        choose = _integers if self.replacement else _distinct
-        return _uniform(choose(U.n, self.q, generator), U.n, U)
+        return _uniform(self.q, U.n, U, generator, self.replacement)
 
 
 @dataclass(frozen=True)
@@ -208,18 +211,15 @@ class LeverageRows(_Flat):
         add([norms])
         p = norms.double()
         p = torch.where(p.sum() > 0, p, 1.0)
-        p = p / p.sum()
+        upto = p.cumsum(0)
         at = torch.rand(
             self.q, generator=generator, device=p.device, dtype=p.dtype
         )
-        # torch.multinomial stops at 2²⁴ rows. Rounding may leave some of [0, 1) above the total:
-        # the
-        # largest row catches it.
-        index = torch.searchsorted(p.cumsum(0), at, right=True).clamp_max(
-            U.n - 1
-        )
+        # torch.multinomial stops at 2²⁴ rows. A GPU's cumulative sum may rise by rounding where
+        # p is 0: the largest row catches it.
+        index = torch.searchsorted(upto, at * upto[-1], right=True)
         index = torch.where(p[index] > 0, index, p.argmax())
-        scale = (self.q * p[index]).rsqrt()
+        scale = (upto[-1] / (self.q * p[index])).sqrt()
         return RowSample(index, scale.to(U.values.dtype))
 
 
@@ -237,9 +237,7 @@ class KroneckerRows(Sketch):
 
     def draw(self, U: Operator, generator: torch.Generator) -> Omega:
         G, A = (
-            Identity()
-            if q >= n
-            else _uniform(_distinct(n, q, generator), n, U)
+            IDENTITY if q >= n else _uniform(q, n, U, generator)
             for q, n in self.sizes(U.shape)
         )
         return KroneckerSample(G, A, U.shape)
@@ -273,11 +271,6 @@ def _columns(Xi: Tensor) -> Explicit:
     return Explicit(Xi, (1, len(Xi), 1))
 
 
-def _rowwise(weights: Tensor, z: Tensor) -> Tensor:
-    """diag(weights) z."""
-    return weights.view(-1, *[1] * (z.dim() - 1)) * z
-
-
 def _along(omega: Omega, X: Tensor, dim: int) -> Tensor:
     """Ω along one dimension of X."""
     return omega(X.movedim(dim, 0)).movedim(0, dim)
@@ -288,13 +281,19 @@ def _integers(below: int, count: int, generator: torch.Generator) -> Tensor:
     return torch.randint(below, (count,), generator=generator, device=device)
 
 
-def _distinct(below: int, count: int, generator: torch.Generator) -> Tensor:
-    device = generator.device
-    return torch.randperm(below, generator=generator, device=device)[:count]
-
-
-def _uniform(index: Tensor, n: int, U: Operator) -> RowSample:
-    """Rows that were drawn uniformly of n."""
+def _uniform(
+    q: int,
+    n: int,
+    U: Operator,
+    generator: torch.Generator,
+    replacement: bool = False,
+) -> RowSample:
+    """q rows, drawn uniformly of n."""
+    if replacement:
+        index = _integers(n, q, generator)
+    else:
+        every = torch.randperm(n, generator=generator, device=generator.device)
+        index = every[:q]
     scale = (n / len(index)) ** 0.5
     return RowSample(
         index, torch.full_like(index, scale, dtype=U.values.dtype)

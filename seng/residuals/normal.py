@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seng.linalg.memory import size_of
-from seng.linalg.operators import Explicit, Operator, Shape
+from seng.linalg.operators import Explicit, Operator, Shape, Slabs
 from seng.linalg.sketch import Sketch
 from seng.residuals.jacobian import COPIES, TermJacobian, pieces
 from seng.residuals.terms import Term
@@ -55,9 +56,7 @@ class Linearization(Operator):
     memory: int  # bytes
     width: int = 1  # columns of J that are made at a time
 
-    @property
-    def values(self) -> Tensor:
-        return self.r
+    values = property(attrgetter("r"))
 
     @property
     def shape(self) -> Shape:
@@ -92,9 +91,9 @@ class Linearization(Operator):
             )
         return replace(self, width=width)
 
-    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+    def slabs(self, dtype: torch.dtype) -> Slabs:
         for columns in pieces(self.n, self.width):
-            yield columns, self.jacobian(columns)
+            yield (0, columns, 0), self.jacobian(columns)
 
     def columns(self) -> Iterator[Tensor]:
         for part in self.parts:
@@ -133,7 +132,9 @@ class NormalEquations:
             self.by_samples = True
         if self.by_samples:
             size = U.samples
-            blocks: Iterator[Tensor] = (X for _, X in self.Xi.rows())
+            blocks: Iterator[Tensor] = (
+                X.flatten(1) for _, X in self.Xi.slabs(U.dtype)
+            )
         else:
             size = U.n
             blocks = U.columns()

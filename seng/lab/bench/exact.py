@@ -147,8 +147,7 @@ class Columns:
     ) -> None:
         self.columns = like.new_zeros(B, len(like))  # Uᵀ
         for part in parts:
-            for rows, X in part.rows():
-                self.columns[:, rows] += X
+            self.columns += part.explicit().U.T
 
     def gram(self) -> Tensor:
         """UᵀU."""
