@@ -16,7 +16,6 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from seng.gpu.grouped import Grouped, Item, available, fits  # noqa: E402
 from seng.gpu.kernels import AVAILABLE, WORK, pull, push  # noqa: E402
-from seng.gpu.norms import standardized_sums  # noqa: E402
 
 if not AVAILABLE:
     pytest.skip("needs a C compiler", allow_module_level=True)
@@ -418,31 +417,6 @@ def test_what_does_not_fit():
     ):
         assert not fits(replace(x, params=params))
     assert not available(torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    "shape", [(3, 5), (4, 33, 7), (2, 40, 9, 11), (1, 1, 1, 1)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "memory_format", [torch.contiguous_format, CHANNELS_LAST]
-)
-def test_sums_over_the_positions_of_a_norm(shape, dtype, memory_format):
-    a, g = (
-        draw(*shape, seed=seed, dtype=dtype, memory_format=memory_format)
-        for seed in (1, 2)
-    )
-    mean, inverse = draw(shape[1], seed=3), draw(shape[1], seed=4).abs()
-    weight, bias = standardized_sums(a, g, mean, inverse).chunk(2, 1)
-    a, g = (
-        x.double().flatten(2) if x.dim() > 2 else x.double()[..., None]
-        for x in (a, g)
-    )
-    x_hat = (a - mean[:, None]) * inverse[:, None]
-    torch.testing.assert_close(
-        weight.double(), (g * x_hat).sum(2), rtol=1e-4, atol=1e-4
-    )
-    torch.testing.assert_close(bias.double(), g.sum(2), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -1,4 +1,4 @@
-"""Triton kernels: four for the steps between refreshes, one for norms, two for the orthogonal step.
+"""Triton kernels: four for the steps between refreshes, two for the orthogonal step.
 
     d = g − Yᵀ(C(Yg))                            (eqs. 8, 12)
     d ← ±d + wθ,   m ← μm + d,   θ ← θ − η·(m, or d + μm by Nesterov)
@@ -8,8 +8,7 @@ A block's flat index i = r·n_A + a is cut into tiles of TILE numbers. `dots` le
 Sums are taken in a fixed order, in float32. `seng.gpu.grouped` makes their tables and launches
 them.
 
-`standardized` sums up the per-sample gradients of a norm; `push` and `pull` are what the orthogonal
-step does before and after its products.
+`push` and `pull` are what the orthogonal step does before and after its products.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -271,49 +270,6 @@ def finish(
         step = tl.where(nesterov, d + momentum * m, m)
         d = weight - _either(second, hyper, first, other) * step
     tl.store(target, d.to(TYPE), mask=inside)
-
-
-@jit
-def standardized(
-    a,
-    g,
-    mean,
-    inverse,
-    out,
-    C,
-    positions,
-    a_sample,
-    a_channel,
-    a_position,
-    g_sample,
-    g_channel,
-    g_position,
-    POSITIONS: constexpr,
-    CHANNELS: constexpr,
-):
-    """Σ g·(a − mean)·inverse and, C further on, Σ g over the positions, for one sample and some
-    channels.
-    """
-    sample = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    known = c < C
-    mu, by = _numbers(mean + c, known), _numbers(inverse + c, known)
-    a += sample * a_sample + c[None, :] * a_channel
-    g += sample * g_sample + c[None, :] * g_channel
-    weight, bias = (
-        tl.zeros((CHANNELS,), tl.float32),
-        tl.zeros((CHANNELS,), tl.float32),
-    )
-    for start in range(0, positions, POSITIONS):
-        p = start + tl.arange(0, POSITIONS)
-        inside = (p < positions)[:, None] & known[None, :]
-        x = _numbers(a + p[:, None] * a_position, inside)
-        y = _numbers(g + p[:, None] * g_position, inside)
-        weight += tl.sum(y * (x - mu[None, :]) * by[None, :], axis=0)
-        bias += tl.sum(y, axis=0)
-    out += sample * 2 * C + c
-    tl.store(out, weight, mask=known)
-    tl.store(out + C, bias, mask=known)
 
 
 PIECE = 1024  # numbers of `push` and `pull` for one program
