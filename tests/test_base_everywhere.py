@@ -803,9 +803,9 @@ def test_other_fishers(fisher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a linear model, the columns are those of a loss whose gradients at the output are the seeds."""
     layer, given = nn.Linear(4, 3), []
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
-    real = seng.layers.collector.seeds
+    real = seng.layers.samples.seeds
     monkeypatch.setattr(
-        "seng.layers.collector.seeds",
+        "seng.layers.samples.seeds",
         lambda *a: (given.append(s) or s for s in real(*a)),
     )
     opt = seng.SENG(

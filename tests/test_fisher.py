@@ -282,7 +282,7 @@ def test_sampled_is_the_matrix_of_its_draw(
 ) -> None:
     model, given = network(), list[Tensor]()
     monkeypatch.setattr(
-        "seng.layers.collector.seeds",
+        "seng.layers.samples.seeds",
         lambda *a: (given.append(s) or s for s in columns.seeds(*a)),
     )
     opt = seng.SENG(
@@ -376,7 +376,7 @@ def test_between_refreshes_nothing_is_sent_backward(
 ) -> None:
     model, count = network(), []
     monkeypatch.setattr(
-        "seng.layers.collector.seeds",
+        "seng.layers.samples.seeds",
         lambda *a: count.append(1) or columns.seeds(*a),
     )
     opt = seng.SENG(model, 0.1, refresh_every=3, curvature=options())
