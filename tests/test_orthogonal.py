@@ -4,7 +4,9 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import naive
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import seng
+from seng.gpu import kernels
 from seng.gpu.recorder import capturing
 from seng.recipes.orthogonal import ELEMENT, MOST, Orthogonal
 from seng.recipes.polar import (
@@ -822,6 +825,29 @@ def test_a_gpu_steps_as_a_cpu_does() -> None:
         torch.testing.assert_close(p, q.cpu(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A GPU; else a CPU that passes for one: a recording is the function, to be called again."""
+    if torch.cuda.is_available():
+        return "cuda"
+    init = Orthogonal.__init__
+
+    def on_a_gpu(self: Orthogonal, *args: Any) -> None:
+        init(self, *args)
+        self.records = True
+
+    def record(device: torch.device, run: Callable[[], None]) -> Any:
+        return SimpleNamespace(replay=run)
+
+    monkeypatch.setattr(Orthogonal, "__init__", on_a_gpu)
+    monkeypatch.setattr("seng.recipes.orthogonal.record", record)
+    monkeypatch.setattr("seng.recipes.orthogonal.side_stream", MagicMock())
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    return "cpu"
+
+
 def eventful(
     model: nn.Module, opt: seng.SENG, lr: float | Tensor, dtype: torch.dtype
 ) -> None:
@@ -843,7 +869,8 @@ def eventful(
         if i == 14:
             opt.load_state_dict(copy.deepcopy(opt.state_dict()))
             (group,) = opt.param_groups
-        x, target = (t.to("cuda", dtype) for t in data(i % 2))
+        device = model[0].weight.device
+        x, target = (t.to(device, dtype) for t in data(i % 2))
         x = x.to(memory_format=torch.channels_last) if i > 18 else x
         opt.zero_grad()
         naive.loss_of(model(x), target).backward()
@@ -852,7 +879,6 @@ def eventful(
         opt.step()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("dtype", "close"),
     [(F64, 1e-10), (torch.float32, 1e-3), (torch.bfloat16, 0.05)],
@@ -863,15 +889,16 @@ def test_recorded_steps_are_those_one_by_one(
     dtype: torch.dtype,
     close: float,
     tensor: bool,
+    device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends = []
     for records in (True, False):
         if not records:
             monkeypatch.setattr(Orthogonal, "_recorded", lambda *_: False)
-        model = network().to("cuda", dtype)
+        model = network().to(device, dtype)
         lr: float | Tensor = (
-            torch.tensor(0.02, device="cuda") if tensor else 0.02
+            torch.tensor(0.02, device=device) if tensor else 0.02
         )
         opt = seng.SENG(model, lr, **seng.presets.orthogonal())
         eventful(model, opt, lr, dtype)
@@ -908,17 +935,33 @@ def test_where_a_recording_does_not_fit_steps_go_on(
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_kernels_take_the_steps_that_torch_takes(
-    nesterov: bool, monkeypatch: pytest.MonkeyPatch
+    nesterov: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients come from the same places, then from others, then from these again."""
+
+    def in_half_precision(parts: Any, fill: bool) -> list[Stack]:
+        # Not filled up: one transposed layer would keep all of them from the kernels.
+        stacks = stacks_of(parts, fill=False)
+        return [Stack(stack.parts, torch.bfloat16) for stack in stacks]
+
+    monkeypatch.setattr("seng.recipes.orthogonal.stacks_of", in_half_precision)
+    pulled = 0
+    pull = kernels.pull
+
+    def counting(*args: Any) -> None:
+        nonlocal pulled
+        pulled += 1
+        pull(*args)
+
+    monkeypatch.setattr(kernels, "pull", counting)
     ends = []
     for fuses in (True, False):
         if not fuses:
+            assert pulled > 0
             monkeypatch.setattr(Stack, "_fuses", lambda *_: False)
-        model = assorted().float().cuda()
+        model = assorted().float().to(device)
         opt = seng.SENG(
             model, 0.1, **seng.presets.orthogonal() | {"nesterov": nesterov}
         )
@@ -929,7 +972,7 @@ def test_kernels_take_the_steps_that_torch_takes(
                     p.shape,
                     generator=torch.Generator().manual_seed(i),
                     dtype=torch.float32,
-                ).cuda()
+                ).to(device)
                 p.grad = place.copy_(g) if i < 5 or i > 8 else g
             opt.step()
             (layers,) = steps_of(opt)
@@ -942,15 +985,14 @@ def test_kernels_take_the_steps_that_torch_takes(
     assert naive.relative_error(*ends) < 2e-3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_a_recording_that_is_interrupted_leaves_none_behind(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients move at the sixth step, so that one is made again; the old one reads where they were."""
     ends = []
     for interrupted in (True, False):
-        model = assorted().float().cuda()
+        model = assorted().float().to(device)
         opt = seng.SENG(model, 0.1, **seng.presets.orthogonal())
         stays = [torch.empty_like(p) for p in model.parameters()]
         for i in range(9):
@@ -959,7 +1001,7 @@ def test_a_recording_that_is_interrupted_leaves_none_behind(
                     p.shape,
                     generator=torch.Generator().manual_seed(i),
                     dtype=torch.float32,
-                ).cuda()
+                ).to(device)
                 p.grad = place.copy_(g) if i < 5 else g
             if interrupted and i == 5:
                 with monkeypatch.context() as patch:
