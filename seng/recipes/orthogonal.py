@@ -37,9 +37,15 @@ from seng.gpu.recorder import (
     signature,
     write,
 )
-from seng.layers.sites import Site
+from seng.layers.sites import Site, Tensors
 from seng.linalg.operators import wide
-from seng.recipes.polar import RMS, Part, Stack, StepInputs, Tensors, stacks_of
+from seng.recipes.polar import (
+    RMS,
+    Part,
+    Stack,
+    StepInputs,
+    stacks_of,
+)
 from seng.recipes.recipe import SGD, Directions, momentum_buffer
 
 ELEMENT = 5 * RMS  # of a number that has no matrix: as AdamW beside Muon
@@ -67,7 +73,8 @@ class Elements:
         r = _flat(roots)
         r = (memory * r.square() + (1 - memory) * x.square()).sqrt()
         moves = ((1 - mu) * along / (r + TINY)).clamp(-MOST, MOST)
-        inputs.subtract(self.params, self._split(moves * (lr * ELEMENT)))
+        own = self._split(moves * (lr * ELEMENT))
+        inputs.subtract(self.params, own)
         torch._foreach_copy_(roots, self._split(r))
 
     def recorded_step(self, inputs: StepInputs, dry: bool) -> None:
@@ -96,13 +103,14 @@ class Orthogonal:
         self, sites: Sequence[Site], params: Sequence[nn.Parameter]
     ) -> None:
         """All that belongs to a covered layer; `others` are left to SGD."""
-        given, parts = set(params), []
+        given = set(params)
+        parts = []
         self.elements: list[nn.Parameter] = []
         for site in sites:
             active = [s for s in site.segments if s.param in given]
-            part = Part(site, tuple(active))
-            if part.is_matrix:
-                parts.append(part)
+            # Not norms, tables, nor a bias that is trained alone.
+            if site.matrix and any(s.name == "weight" for s in active):
+                parts.append(Part(site, tuple(active)))
             else:
                 self.elements += [s.param for s in active]
         stacks = stacks_of(parts, fill=params[0].is_cuda)
@@ -124,7 +132,10 @@ class Orthogonal:
         """In place."""
         if not self.params:
             return
-        lr, mu = group["lr"], group["momentum"]
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            lr = lr.reshape(())
+        mu = group["momentum"]
         for p in self.elements:
             if "direction_rms" not in state[p]:
                 state[p]["direction_rms"] = directions[p].to(p.dtype).abs()
@@ -134,7 +145,7 @@ class Orthogonal:
             buffers={p: momentum_buffer(state[p], p) for p in buffered},
             roots={p: state[p]["direction_rms"] for p in self.elements},
             rates=(
-                lr.reshape(()) if isinstance(lr, Tensor) else lr,
+                lr,
                 mu,
                 group["weight_decay"],
                 max(mu, MEMORY),
@@ -144,7 +155,6 @@ class Orthogonal:
         )
         with torch.autocast(self.params[0].device.type, enabled=False):
             if torch.compiler.is_compiling() or not self._recorded(inputs):
-                inputs = _laid_out(inputs)
                 for block in self.blocks:
                     block.step(inputs)
             else:
@@ -165,8 +175,10 @@ class Orthogonal:
         key = inputs[4:], addresses, signature((self.params, xs))
         where = [x.data_ptr() for x in xs]
         if key != self.key:
-            self.key, self.where = key, where
-            self.graph, self.places = None, {}
+            self.key = key
+            self.where = where
+            self.graph = None
+            self.places = {}
             return False
         moved = where != self.where
         if self.graph is None or (moved and not self.places):
@@ -181,7 +193,8 @@ class Orthogonal:
     def _record(self, inputs: StepInputs, moved: bool) -> None:
         """Record the step, with rates of its own, and directions of its own where these move."""
         # The old one goes before the next is begun, which may fail.
-        self.graph, self.places = None, {}
+        self.graph = None
+        self.places = {}
         lead = self.params[0]
         rates = torch.zeros(4, dtype=wide(lead.dtype), device=lead.device)
         self.rates = rates.unbind()
@@ -189,10 +202,9 @@ class Orthogonal:
             p: torch.empty_like(x) for p, x in inputs.xs.items() if moved
         }
         inputs = inputs._replace(xs=places or inputs.xs, rates=self.rates)
-        ready = _laid_out(inputs)
         with torch.cuda.device(lead.device):
             for block in self.blocks:
-                block.recorded_step(ready, dry=True)
+                block.recorded_step(inputs, dry=True)
         self.graph = record(lead.device, partial(self._branch, inputs))
         self.places = places
 
@@ -201,7 +213,6 @@ class Orthogonal:
         and the end waits for all.
         """
         device = self.params[0].device
-        inputs = _laid_out(inputs)
         here = torch.cuda.current_stream(device)
         streams = [side_stream(device, 1 + i) for i in range(BRANCHES)]
         for stream in streams:
@@ -221,16 +232,6 @@ class Orthogonal:
         write([(place, inputs.xs[p]) for p, place in self.places.items()])
         self.graph.replay()
         torch.autograd.graph.increment_version(self.params)
-
-
-def _laid_out(inputs: StepInputs) -> StepInputs:
-    """Directions downhill, with the strides and the type of their parameters."""
-    xs = {}
-    for p, x in inputs.xs.items():
-        x = -x if inputs.maximize else x
-        alike = x.stride() == p.stride() and x.dtype == p.dtype
-        xs[p] = x if alike else torch.empty_like(p).copy_(x)
-    return inputs._replace(xs=xs)
 
 
 class Polar(SGD):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from seng.gpu import kernels
-from seng.layers.sites import Segment, Segments, Site
-from seng.linalg.operators import Shape
+from seng.layers.sites import Segment, Segments, Site, Tensors
+from seng.linalg.operators import Shape, wide
 
 # Root mean square of a step per unit of lr: lr is then about what it is for SGD on networks with
 # norms.
@@ -45,9 +45,6 @@ FILLED = 2**31
 ROOM = 2**24
 SHORTEST = 0.1  # of √(m/n), the root of the mean of ‖q‖²: the least that ‖q‖ counts as
 
-Number = float | Tensor
-Tensors = Mapping[nn.Parameter, Tensor]
-
 
 class StepInputs(NamedTuple):
     """What a step reads of each parameter, and of their param group."""
@@ -56,14 +53,21 @@ class StepInputs(NamedTuple):
     buffers: Tensors  # b; none without momentum
     roots: Tensors  # r of what is no matrix
     # lr, μ, weight decay, and the memory of r; a recording reads them from the device
-    rates: Sequence[Number]
+    rates: Sequence[float | Tensor]
     nesterov: bool
     maximize: bool
+
+    def downhill(self, p: nn.Parameter) -> Tensor:
+        """The direction downhill, with the strides and the type of p."""
+        x = -self.xs[p] if self.maximize else self.xs[p]
+        if x.stride() == p.stride() and x.dtype == p.dtype:
+            return x
+        return torch.empty_like(p).copy_(x)
 
     def along(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
         """b ← μb + x where there are buffers; what the step goes along."""
         _, mu, *_ = self.rates
-        x = [self.xs[p] for p in params]
+        x = [self.downhill(p) for p in params]
         if not self.buffers:
             return x
         b = [self.buffers[p] for p in params]
@@ -83,16 +87,16 @@ class StepInputs(NamedTuple):
         In half precision at once: a decay by itself is less than one rounding.
         """
         lr, _, decay, _ = self.rates
+        keep = 1 - lr * decay
         dtype = moves[0].dtype
-        sums = torch._foreach_mul(
-            [p.to(dtype) for p in params], 1 - lr * decay
-        )
+        old = [p.to(dtype) for p in params]
+        sums = torch._foreach_mul(old, keep)
         torch._foreach_sub_(sums, [*moves])
         torch._foreach_copy_([*params], sums)
 
 
 def polar(X: Tensor) -> Tensor:
-    """Q of each of X (L, m, n), nearly; 0 of a matrix of zeros.
+    """Q of each of X (L, m, n) with m ≤ n, nearly; 0 of a matrix of zeros.
 
         Y ← MY,   M = aI + bS + cS²,   S = YYᵀ,   from Y = X/‖X‖
 
@@ -100,16 +104,14 @@ def polar(X: Tensor) -> Tensor:
     product A of their M at once. On a GPU X comes in bfloat16: the iteration corrects its own
     rounding, as long as S comes from Y now and then.
     """
-    wide = X.shape[-2] <= X.shape[-1]
-    Y: Tensor = X if wide else X.mT
-    largest = torch.linalg.vector_norm(Y, math.inf, (-2, -1), keepdim=True)
-    Y = Y / largest.clamp_min(torch.finfo(Y.dtype).tiny)
-    long = Y.shape[-1] > 2 * Y.shape[-2]
-    for i, steps in enumerate(STEPS if long else [1] * sum(STEPS)):
+    _, m, n = X.shape
+    largest = torch.linalg.vector_norm(X, math.inf, (-2, -1), keepdim=True)
+    Y: Tensor = X / largest.clamp_min(torch.finfo(X.dtype).tiny)
+    counts = STEPS if n > 2 * m else [1] * sum(STEPS)
+    for i, steps in enumerate(counts):
         S = Y @ Y.mT
         if i == 0:  # ‖Y‖² is the trace of S, and at least 1 by now
-            sums_in = torch.float32 if S.dtype == torch.bfloat16 else None
-            trace = S.diagonal(0, -2, -1).sum(-1, dtype=sums_in)
+            trace = S.diagonal(0, -2, -1).sum(-1, dtype=wide(S.dtype))
             square = trace.clamp_min(1)[:, None, None]
             S = S * square.reciprocal().to(S.dtype)
         M = A = _quintic(S)
@@ -120,7 +122,7 @@ def polar(X: Tensor) -> Tensor:
         if i == 0:
             A = A * square.rsqrt().to(A.dtype)
         Y = A @ Y
-    return Y if wide else Y.mT
+    return Y
 
 
 def _quintic(S: Tensor) -> Tensor:
@@ -138,18 +140,14 @@ class Part:
     segments: Segments
 
     @property
-    def is_matrix(self) -> bool:
-        """Whether it has a polar factor: not norms, tables, nor a bias that is trained alone."""
-        named = any(s.name == "weight" for s in self.segments)
-        return self.site.matrix and named
-
-    @property
     def shape(self) -> Shape:
         """(h, n_G, n_A) of its h matrices."""
         h, n_G, n_A = self.site.shape(self.segments)
         columns = self.segments[0].shape[2]  # the weight comes first
         thirds = n_G == QKV * columns
-        return (QKV * h, columns, n_A) if thirds else (h, n_G, n_A)
+        if thirds:
+            return QKV * h, columns, n_A
+        return h, n_G, n_A
 
     @property
     def sides(self) -> list[int]:
@@ -159,8 +157,12 @@ class Part:
     def columns(self, X: Tensor) -> tuple[Tensor, ...]:
         """Where each parameter's (h, n_G, width) lies in X, whose matrices are wide."""
         _, n_G, n_A = self.shape
-        own = X[:, :n_G, :n_A] if n_G <= n_A else X[:, :n_A, :n_G].mT
-        return torch.split(own, [s.shape[2] for s in self.segments], 2)
+        if n_G <= n_A:
+            own = X[:, :n_G, :n_A]
+        else:
+            own = X[:, :n_A, :n_G].mT
+        widths = [s.shape[2] for s in self.segments]
+        return torch.split(own, widths, 2)
 
 
 def stacks_of(parts: Sequence[Part], fill: bool) -> list[Stack]:
@@ -171,11 +173,14 @@ def stacks_of(parts: Sequence[Part], fill: bool) -> list[Stack]:
     alike: defaultdict[object, list[Part]] = defaultdict(list)
     for part in parts:
         alike[part.site.dtype, *part.sides].append(part)
+    found = [Stack(same) for same in alike.values()]
     stacks: list[Stack] = []
-    for stack in sorted(map(Stack, alike.values()), key=Stack.order):
+    # Those of one precision side by side, small ones first.
+    for stack in sorted(found, key=lambda s: (s.sums.itemsize, s.work)):
         if fill and stacks and stacks[-1].sums == stack.sums:
             both = Stack([*stacks[-1].parts, *stack.parts])
-            if both.work <= FILLED and math.prod(both.size) <= ROOM:
+            small = math.prod(both.size) <= ROOM
+            if small and both.work <= FILLED:
                 stacks[-1] = both
                 continue
         stacks.append(stack)
@@ -192,7 +197,8 @@ class Stack:
     ) -> None:
         self.parts = parts
         site = parts[0].site
-        self.device, self.sums = site.lead.device, site.dtype
+        self.device = site.lead.device
+        self.sums = site.dtype
         half = self.device.type == "cuda" and self.sums != torch.float64
         self.dtype = dtype or (torch.bfloat16 if half else self.sums)
         grain = GRAIN if self.dtype == torch.bfloat16 else 1
@@ -204,22 +210,17 @@ class Stack:
         self.segments = [s for part in parts for s in part.segments]
         self.params = [s.param for s in self.segments]
 
-    def order(self) -> tuple[int, int]:
-        """Those of one precision side by side, small ones first."""
-        return self.sums.itemsize, self.work
-
     def step(self, inputs: StepInputs) -> None:
         """θ ← keep·θ − lr·RMS·√m·q/‖q‖, in place."""
         lr, *_ = inputs.rates
-        X = self._zeros()
+        X, rooms = self._rooms()
         along = inputs.along(self.params)
-        for s, room, x in zip(
-            self.segments, self._columns(X), along, strict=True
-        ):
+        for s, room, x in zip(self.segments, rooms, along, strict=True):
             room.copy_(s.rows(x).reshape(room.shape))
         for s, q, length, root, least in self._measured(polar(X)):
-            move = q * (lr * root / length.clamp_min(least))
-            inputs.subtract([s.param], [s.back(move.reshape(s.shape))])
+            scale = lr * root / length.clamp_min(least)
+            move = (q * scale).reshape(s.shape)
+            inputs.subtract([s.param], [s.back(move)])
 
     def recorded_step(self, inputs: StepInputs, dry: bool) -> None:
         """`step` in a recording, where rates are tensors, by kernels where they can serve.
@@ -231,36 +232,32 @@ class Stack:
                 self.step(inputs)
             return
         lr, mu, decay, _ = inputs.rates
-        X = self._zeros()
-        for p, room in zip(self.params, self._columns(X), strict=True):
-            x, b = inputs.xs[p], inputs.buffers[p]
+        X, rooms = self._rooms()
+        for p, room in zip(self.params, rooms, strict=True):
+            x = inputs.downhill(p)
+            b = inputs.buffers[p]
             kernels.push(x, b, room, mu, inputs.nesterov, dry)  # type: ignore[arg-type]
         Q = X if dry else polar(X)
         for s, q, length, root, least in self._measured(Q):
             kernels.pull(s.param, q, length, root, least, lr, decay, dry)  # type: ignore[arg-type]
 
     def _fuses(self, buffers: Tensors) -> bool:
-        """Whether the kernels can serve it, which read parameters as they lie in memory.
-
-        Q does not mind the order of columns, but rows have to be the matrix's.
-        """
-        single = torch.float32
+        """Whether the kernels can serve it."""
         return (
             kernels.AVAILABLE
             and self.dtype == torch.bfloat16
             and bool(buffers)
-            and all(s.in_order for s in self.segments)
-            and all(p.dtype == buffers[p].dtype == single for p in self.params)
-            and all(_row_by_row(p) and p.numel() < 2**31 for p in self.params)
+            and all(_is_plain(s, buffers[s.param]) for s in self.segments)
         )
 
-    def _zeros(self) -> Tensor:
-        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
-
-    def _columns(self, X: Tensor) -> list[Tensor]:
-        """Where each parameter's (h, n_G, width) lies in X."""
+    def _rooms(self) -> tuple[Tensor, list[Tensor]]:
+        """Zeros for its matrices, and where each parameter's (h, n_G, width) lies in them."""
+        X = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         own = zip(self.parts, X.split(self.counts), strict=True)
-        return [columns for part, X in own for columns in part.columns(X)]
+        rooms: list[Tensor] = []
+        for part, x in own:
+            rooms += part.columns(x)
+        return X, rooms
 
     def _measured(
         self, Q: Tensor
@@ -273,20 +270,34 @@ class Stack:
         norms = torch.linalg.vector_norm(
             Q, dim=1, keepdim=True, dtype=self.sums
         )
-        whole = Q.split(self.counts), norms.split(self.counts)
-        for part, own, length in zip(self.parts, *whole, strict=True):
+        matrices = zip(
+            self.parts,
+            Q.split(self.counts),
+            norms.split(self.counts),
+            strict=True,
+        )
+        for part, own, length in matrices:
             m, n = part.sides
             if m == 1:
-                length = length[:, :, :n].square().mean(2, keepdim=True).sqrt()
-            root, least = RMS * math.sqrt(m), SHORTEST * math.sqrt(m / n)
+                squares = length[:, :, :n].square()
+                length = squares.mean(2, keepdim=True).sqrt()
+            root = RMS * math.sqrt(m)
+            least = SHORTEST * math.sqrt(m / n)
+            columns = part.columns(own)
             lengths = part.columns(length.expand_as(own))
-            for s, q, each in zip(
-                part.segments, part.columns(own), lengths, strict=True
-            ):
+            found = zip(part.segments, columns, lengths, strict=True)
+            for s, q, each in found:
                 yield s, q, each, root, least
 
 
-def _row_by_row(p: Tensor) -> bool:
-    """Whether rows follow each other in memory, without gaps."""
+def _is_plain(s: Segment, b: Tensor) -> bool:
+    """Whether the kernels can serve a parameter and its momentum, which they read as these lie in
+    memory.
+
+    Q does not mind the order of columns, but rows have to be the matrix's, without gaps.
+    """
+    p = s.param
     order = sorted(range(1, p.dim()), key=p.stride().__getitem__, reverse=True)
-    return p.permute(0, *order).is_contiguous()
+    rows = s.in_order and p.permute(0, *order).is_contiguous()
+    single = p.dtype == b.dtype == torch.float32
+    return rows and single and p.numel() < 2**31

@@ -100,7 +100,9 @@ class SGD(Recipe):
 class Paper(SGD):
     """The same along (M + λI)⁻¹g, as printed: λ(M + λI)⁻¹g over λ."""
 
-    fuses = relative = grafts = False
+    fuses = False
+    relative = False
+    grafts = False
 
     def scaled(
         self,
