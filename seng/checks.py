@@ -20,10 +20,7 @@ GLOBAL = (
 
 def check_period(refresh_every: object) -> None:
     """How many steps there are from refresh to refresh."""
-    whole = isinstance(refresh_every, int) and not isinstance(
-        refresh_every, bool
-    )
-    if not whole or refresh_every < 1:  # type: ignore[operator]
+    if type(refresh_every) is not int or refresh_every < 1:
         raise ValueError(
             f"refresh_every is a number of steps, at least 1, not {refresh_every!r}"
         )

@@ -68,9 +68,8 @@ class Attachment:
             return
         dampings = dict.fromkeys(params, float(self.damping))
         plan = engine.ready(grads, dampings, updates=False, traced=False)
-        recipe = engine.settings.units
         for p, d in engine.directions(plan, grads, dampings).items():
-            if recipe == "paper":
+            if engine.settings.units == "paper":
                 d = d / dampings[p]
             if d is not p.grad:
                 grads[p].copy_(d)
@@ -110,9 +109,9 @@ class Attachment:
         """Continue from `state_dict()`."""
         self.damping = state_dict["damping"]
         layers = state_dict["layers"]
-        sites = [site for site in self.engine.sites if site.name in layers]
+        sites = self.engine.sites
         self.engine.load_state(
-            {site.lead: layers[site.name] for site in sites}
+            {site.lead: layers.get(site.name, {}) for site in sites}
         )
 
 

@@ -147,7 +147,8 @@ def install(engine: Engine, states: Mapping[int, Any]) -> list[int]:
     """Keep the states that are finite; the last good ones stay otherwise."""
     records = [engine.records[i] for i in states]
     looks = [state.fine() for state in states.values()]
-    looks += [torch.as_tensor(record.failures) for record in records]
+    counts = [record.failures for record in records]
+    looks += [torch.as_tensor(n, device=engine.device) for n in counts]
     if not looks:
         return []
     # The one look at the device that a refresh takes.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,9 +23,8 @@ def cosine(
     epoch: float, lr: float, epochs: float, floor: float = FLOOR
 ) -> float:
     """From lr at 0 to the floor at `epochs`, and the floor from there on."""
-    return floor + 0.5 * (lr - floor) * (
-        1 + math.cos(math.pi * min(epoch / epochs, 1.0))
-    )
+    angle = math.pi * min(epoch / epochs, 1.0)
+    return floor + 0.5 * (lr - floor) * (1 + math.cos(angle))
 
 
 def exp(epoch: float, lr: float, epochs: float, rate: float) -> float:
@@ -65,13 +65,9 @@ def schedule_lr(
             else 1.0
         )
 
-    return LambdaLR(
-        optimizer,
-        [
-            factor(float(group.get("initial_lr", group["lr"])))
-            for group in optimizer.param_groups
-        ],
-    )
+    groups = optimizer.param_groups
+    initials = [float(g.get("initial_lr", g["lr"])) for g in groups]
+    return LambdaLR(optimizer, [*map(factor, initials)])
 
 
 class DampingSchedule:
@@ -87,37 +83,30 @@ class DampingSchedule:
         of_epoch: Callable[[float, float], float],
         steps_per_epoch: int = 1,
     ) -> None:
-        self.optimizer, self.of_epoch, self.steps_per_epoch = (
-            optimizer,
-            of_epoch,
-            steps_per_epoch,
-        )
-        self.initial = [
-            float(group["damping"]) for group in optimizer.param_groups
-        ]
+        self.optimizer = optimizer
+        self.of_epoch = of_epoch
+        self.steps_per_epoch = steps_per_epoch
+        groups = optimizer.param_groups
+        self.initial = [float(group["damping"]) for group in groups]
         self.steps = 0
         self._set()
 
     def _set(self) -> None:
-        for group, initial in zip(
-            self.optimizer.param_groups, self.initial, strict=True
-        ):
-            group["damping"] = self.of_epoch(
-                self.steps / self.steps_per_epoch, initial
-            )
+        epoch = self.steps / self.steps_per_epoch
+        groups = self.optimizer.param_groups  # others after load_state_dict
+        for group, initial in zip(groups, self.initial, strict=True):
+            group["damping"] = self.of_epoch(epoch, initial)
 
     def step(self) -> None:
         """To be called after each optimizer step (or epoch)."""
         self.steps += 1
         self._set()
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "initial": self.initial}
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self.steps, self.initial = (
-            int(str(state_dict["steps"])),
-            list(state_dict["initial"]),  # type: ignore[call-overload]
-        )
+        self.steps = state_dict["steps"]
+        self.initial = [*state_dict["initial"]]
         self._set()

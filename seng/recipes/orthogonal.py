@@ -22,8 +22,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,61 +37,65 @@ from seng.gpu.recorder import (
     signature,
     write,
 )
-from seng.layers.sites import Site
+from seng.layers.sites import Site, Tensors
 from seng.linalg.operators import wide
 from seng.recipes.polar import (
     RMS,
+    Part,
+    Stack,
     StepInputs,
-    Tensors,
-    is_matrix,
-    momentum,
     stacks_of,
-    subtract,
 )
-from seng.recipes.recipe import SGD, Recipe, momentum_buffer
+from seng.recipes.recipe import SGD, Directions, momentum_buffer
 
 ELEMENT = 5 * RMS  # of a number that has no matrix: as AdamW beside Muon
 # Of r², as in SOAP: Adam's 0.999 is slow for runs of a few thousand steps. At least the momentum's.
 MEMORY = 0.95
-MOST = (
-    1 - MEMORY
-) ** -0.5  # |x|/r at most, which holds once r has seen all of x
+# |x|/r at most, which holds once r has seen all of x.
+MOST = (1 - MEMORY) ** -0.5
 TINY = 1e-15  # added to r: where nothing has come yet, nothing is done
 BRANCHES = 4  # of a recording: no stack fills a GPU, and each stream costs a workspace
+SETS = 8  # of parameters with gradients, whose polar steps are kept ready
 
 
-def move_elements(params: Sequence[nn.Parameter], inputs: StepInputs) -> None:
-    """θ ← keep·θ − lr·ELEMENT·(1 − momentum)·x/r, and r with it, for parameters of one type and
-    device.
-    """
-    mu = inputs.momentum
-    along = momentum(params, inputs)
-    xs, roots = ([of[p] for p in params] for of in (inputs.xs, inputs.roots))
-    x, a, r = (
-        torch.cat([t.reshape(-1).to(wide(t.dtype)) for t in tensors])
-        for tensors in (xs, along, roots)
-    )
-    memory = (
-        mu.clamp_min(MEMORY) if isinstance(mu, Tensor) else max(mu, MEMORY)
-    )
-    r = (memory * r.square() + (1 - memory) * x.square()).sqrt()
-    moves = ((1 - mu) * a / (r + TINY)).clamp(-MOST, MOST) * (
-        inputs.lr * ELEMENT
-    )
-    sizes = [p.numel() for p in params]
-    moved, rooted = (
-        [
-            t.view(p.shape)
-            for t, p in zip(new.split(sizes), params, strict=True)
-        ]
-        for new in (moves, r)
-    )
-    subtract(params, moved, inputs.keep)
-    torch._foreach_copy_(roots, rooted)
+class Elements:
+    """Parameters that are no matrices."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.params = params
+
+    def step(self, inputs: StepInputs) -> None:
+        """θ ← keep·θ − lr·ELEMENT·(1 − momentum)·x/r, and r with it, in place."""
+        lr, mu, _, memory = inputs.rates
+        along = _flat(inputs.along(self.params))
+        x = _flat([inputs.xs[p] for p in self.params])
+        roots = [inputs.roots[p] for p in self.params]
+        r = _flat(roots)
+        r = (memory * r.square() + (1 - memory) * x.square()).sqrt()
+        moves = ((1 - mu) * along / (r + TINY)).clamp(-MOST, MOST)
+        own = self._split(moves * (lr * ELEMENT))
+        inputs.subtract(self.params, own)
+        torch._foreach_copy_(roots, self._split(r))
+
+    def recorded_step(self, inputs: StepInputs, dry: bool) -> None:
+        """`step`; a dry one does nothing."""
+        if not dry:
+            self.step(inputs)
+
+    def _split(self, numbers: Tensor) -> list[Tensor]:
+        """One tensor per parameter."""
+        pieces = numbers.split([p.numel() for p in self.params])
+        pairs = zip(pieces, self.params, strict=True)
+        return [piece.view(p.shape) for piece, p in pairs]
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All of their numbers, in the precision of sums."""
+    return torch.cat([t.reshape(-1).to(wide(t.dtype)) for t in tensors])
 
 
 class Orthogonal:
-    """The steps of the layers of one param group; on a GPU recorded at the second one, and then one
+    """The steps of the layers of one device; on a GPU recorded at the second one, and then one
     launch.
     """
 
@@ -100,25 +103,27 @@ class Orthogonal:
         self, sites: Sequence[Site], params: Sequence[nn.Parameter]
     ) -> None:
         """All that belongs to a covered layer; `others` are left to SGD."""
-        given, parts = set(params), []
+        given = set(params)
+        parts = []
         self.elements: list[nn.Parameter] = []
         for site in sites:
-            active = tuple(s for s in site.segments if s.param in given)
-            if is_matrix((site, active)):
-                parts.append((site, active))
+            active = [s for s in site.segments if s.param in given]
+            # Not norms, tables, nor a bias that is trained alone.
+            if site.matrix and any(s.name == "weight" for s in active):
+                parts.append(Part(site, tuple(active)))
             else:
                 self.elements += [s.param for s in active]
-        self.stacks = stacks_of(parts)
-        self.params = [p for stack in self.stacks for p in stack.params]
-        self.params += self.elements
+        stacks = stacks_of(parts, fill=params[0].is_cuda)
+        self.blocks: list[Stack | Elements] = [*stacks]
+        if self.elements:
+            self.blocks.append(Elements(self.elements))
+        self.params = [p for block in self.blocks for p in block.params]
         taken = set(self.params)
         self.others = [p for p in params if p not in taken]
-        self.records = True  # unless a recording did not fit
+        self.records = params[0].is_cuda  # unless a recording did not fit
         self.key: object = None
         self.where: list[int] = []  # of the directions that a recording reads
-        self.places: dict[
-            nn.Parameter, Tensor
-        ] = {}  # or that it has of its own
+        self.places: Tensors = {}  # or that it has of its own
         self.graph: Graph | None = None
 
     def step(
@@ -127,59 +132,33 @@ class Orthogonal:
         """In place."""
         if not self.params:
             return
-        buffers = {}
-        if group["momentum"]:
-            buffers = {p: momentum_buffer(state[p], p) for p in self.params}
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            lr = lr.reshape(())
+        mu = group["momentum"]
         for p in self.elements:
             if "direction_rms" not in state[p]:
                 state[p]["direction_rms"] = directions[p].to(p.dtype).abs()
-        lr = group["lr"]
+        buffered = self.params if mu else []
         inputs = StepInputs(
             xs={p: directions[p] for p in self.params},
-            buffers=buffers,
+            buffers={p: momentum_buffer(state[p], p) for p in buffered},
             roots={p: state[p]["direction_rms"] for p in self.elements},
-            lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
-            momentum=group["momentum"],
-            decay=group["weight_decay"],
+            rates=(
+                lr,
+                mu,
+                group["weight_decay"],
+                max(mu, MEMORY),
+            ),
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            decays=bool(group["weight_decay"]),
         )
         with torch.autocast(self.params[0].device.type, enabled=False):
             if torch.compiler.is_compiling() or not self._recorded(inputs):
-                self._advance(inputs)
+                for block in self.blocks:
+                    block.step(inputs)
             else:
                 self._replay(inputs)
-
-    def _advance(
-        self,
-        inputs: StepInputs,
-        streams: Sequence[torch.cuda.Stream] = (),
-        dry: bool = False,
-    ) -> None:
-        """The step of all layers.
-
-        With `streams`, which are those of a recording, by kernels where they can serve. A dry one
-        compiles these and does nothing else.
-        """
-        xs = [_laid_out(x, p) for p, x in inputs.xs.items()]
-        if inputs.maximize:
-            xs = [*torch._foreach_neg(xs)]
-        inputs = inputs._replace(xs=dict(zip(self.params, xs, strict=True)))
-        kinds = {(p.device, p.dtype) for p in self.elements if not dry}
-        with _side_by_side(() if dry else streams) as branch:
-            for i, stack in enumerate(self.stacks):
-                with branch(i):
-                    if streams and stack.fuses(inputs.buffers):
-                        stack.fused_step(inputs, dry)
-                    elif not dry:
-                        stack.step(inputs)
-            with branch(-1):
-                for kind in kinds:
-                    alike = [
-                        p for p in self.elements if (p.device, p.dtype) == kind
-                    ]
-                    move_elements(alike, inputs)
 
     def _recorded(self, inputs: StepInputs) -> bool:
         """Whether there is a recording of this step: from the second time on that all of it lies
@@ -188,120 +167,98 @@ class Orthogonal:
         Directions may lie elsewhere every time. From the first time that they do, they are copied
         to where a recording has them.
         """
-        device = self.params[0].device
-        xs = [*inputs.xs.values()]
-        others = [
-            *self.params,
-            *inputs.buffers.values(),
-            *inputs.roots.values(),
-        ]
-        on_gpu = device.type == "cuda" and all(
-            t.device == device for t in xs + others
-        )
-        if not on_gpu or not self.records or capturing():
+        if not self.records or capturing():
             return False
-        addresses = [t.data_ptr() for t in others]
-        key = inputs[6:], addresses, signature((self.params, xs))
+        xs = [*inputs.xs.values()]
+        states = *inputs.buffers.values(), *inputs.roots.values()
+        addresses = [t.data_ptr() for t in (*self.params, *states)]
+        key = inputs[4:], addresses, signature((self.params, xs))
         where = [x.data_ptr() for x in xs]
         if key != self.key:
-            self.key, self.where, self.places, self.graph = (
-                key,
-                where,
-                {},
-                None,
-            )
+            self.key = key
+            self.where = where
+            self.graph = None
+            self.places = {}
             return False
         moved = where != self.where
         if self.graph is None or (moved and not self.places):
-            # The old one goes before the next is begun, which may fail.
-            self.graph, self.places = None, {}
             try:
-                places = {
-                    p: torch.empty_like(x)
-                    for p, x in inputs.xs.items()
-                    if moved
-                }
-                self._record(inputs._replace(xs=places or inputs.xs))
-                self.places = places
+                self._record(inputs, moved)
             except (
                 torch.OutOfMemoryError
             ):  # a graph cannot use what others have freed
                 self.records = False
         return self.records
 
-    def _record(self, inputs: StepInputs) -> None:
+    def _record(self, inputs: StepInputs, moved: bool) -> None:
+        """Record the step, with rates of its own, and directions of its own where these move."""
+        # The old one goes before the next is begun, which may fail.
+        self.graph = None
+        self.places = {}
         lead = self.params[0]
-        device = lead.device
-        rates = torch.zeros(3, dtype=wide(lead.dtype), device=device)
-        self.rates = lr, mu, decay = rates.unbind()
-        inputs = inputs._replace(lr=lr, momentum=mu, decay=decay)
+        rates = torch.zeros(4, dtype=wide(lead.dtype), device=lead.device)
+        self.rates = rates.unbind()
+        places = {
+            p: torch.empty_like(x) for p, x in inputs.xs.items() if moved
+        }
+        inputs = inputs._replace(xs=places or inputs.xs, rates=self.rates)
+        with torch.cuda.device(lead.device):
+            for block in self.blocks:
+                block.recorded_step(inputs, dry=True)
+        self.graph = record(lead.device, partial(self._branch, inputs))
+        self.places = places
+
+    def _branch(self, inputs: StepInputs) -> None:
+        """The step as it is recorded: each block in a branch, which begins after what came before,
+        and the end waits for all.
+        """
+        device = self.params[0].device
+        here = torch.cuda.current_stream(device)
         streams = [side_stream(device, 1 + i) for i in range(BRANCHES)]
-        with torch.cuda.device(device):
-            self._advance(inputs, streams, dry=True)
-        self.graph = record(device, partial(self._advance, inputs, streams))
+        for stream in streams:
+            stream.wait_stream(here)
+        try:
+            for i, block in enumerate(self.blocks):
+                with torch.cuda.stream(streams[i % BRANCHES]):
+                    block.recorded_step(inputs, dry=False)
+        finally:
+            for stream in streams:
+                here.wait_stream(stream)
 
     def _replay(self, inputs: StepInputs) -> None:
         assert self.graph is not None
-        rates = inputs.lr, inputs.momentum, inputs.decay
-        for place, rate in zip(self.rates, rates, strict=True):
-            place.copy_(rate) if isinstance(rate, Tensor) else place.fill_(
-                rate
-            )
+        for place, rate in zip(self.rates, inputs.rates, strict=True):
+            place.fill_(rate)
         write([(place, inputs.xs[p]) for p, place in self.places.items()])
         self.graph.replay()
         torch.autograd.graph.increment_version(self.params)
 
 
-@contextmanager
-def _side_by_side(
-    streams: Sequence[torch.cuda.Stream],
-) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
-    """Branches of a recording, taken in turn: each begins after what has been recorded, and its end
-    waits for all.
-    """
-    if not streams:
-        yield lambda i: nullcontext()
-        return
-    here = torch.cuda.current_stream(streams[0].device)
-    for stream in streams:
-        stream.wait_stream(here)
-    try:
-        yield lambda i: torch.cuda.stream(streams[i % len(streams)])
-    finally:
-        for stream in streams:
-            here.wait_stream(stream)
-
-
-def _laid_out(x: Tensor, p: Tensor) -> Tensor:
-    """x, or a copy, with the strides and the type of p."""
-    alike = x.stride() == p.stride() and x.dtype == p.dtype
-    return x if alike else torch.empty_like(p).copy_(x)
-
-
-SETS = 8  # of parameters with gradients, whose polar steps are kept ready
-
-
-class Polar(Recipe):
+class Polar(SGD):
     """The polar step of the layers' matrices."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         super().__init__(sites)
-        self.kept: dict[object, Orthogonal] = {}
+        self.kept: dict[object, list[Orthogonal]] = {}
 
     def step(
         self,
         state: Any,
         group: Mapping[str, Any],
         params: list[nn.Parameter],
-        directions: dict[nn.Parameter, Tensor],
+        directions: Directions,
     ) -> None:
-        # One for each set of parameters that had gradients: some networks leave out layers by
+        # Kept for each set of parameters that had gradients: some networks leave out layers by
         # chance.
         key = tuple((id(p), p.dtype, p.device) for p in params)
         if key not in self.kept:
             if len(self.kept) == SETS:
                 self.kept.clear()
-            self.kept[key] = Orthogonal(self.sites, params)
-        layers = self.kept[key]
-        layers.step(state, group, directions)
-        SGD.step(self, state, group, layers.others, directions)  # type: ignore[arg-type]
+            devices = dict.fromkeys(p.device for p in params)
+            self.kept[key] = [
+                Orthogonal(self.sites, [p for p in params if p.device == d])
+                for d in devices
+            ]
+        for layers in self.kept[key]:
+            layers.step(state, group, directions)
+            super().step(state, group, layers.others, directions)

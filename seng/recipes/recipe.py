@@ -26,6 +26,7 @@ from torch.optim.sgd import sgd
 
 from seng.layers.sites import Site
 
+Directions = dict[nn.Parameter, Tensor]
 RECIPES: dict[str, type[Recipe]] = {}
 
 
@@ -43,8 +44,8 @@ class Recipe(ABC):
         self,
         group: Mapping[str, Any],
         params: list[nn.Parameter],
-        directions: dict[nn.Parameter, Tensor],
-    ) -> dict[nn.Parameter, Tensor]:
+        directions: Directions,
+    ) -> Directions:
         """Directions in the recipe's own units."""
         return directions
 
@@ -54,7 +55,7 @@ class Recipe(ABC):
         state: Any,
         group: Mapping[str, Any],
         params: list[nn.Parameter],
-        directions: dict[nn.Parameter, Tensor],
+        directions: Directions,
     ) -> None:
         """Update these parameters of the group in place."""
 
@@ -69,7 +70,6 @@ def recipe(name: str) -> Callable[[type[Recipe]], type[Recipe]]:
     return register
 
 
-Directions = dict[nn.Parameter, Tensor]
 OPTIONS = ("weight_decay", "momentum", "lr", "nesterov", "maximize")
 
 
@@ -86,18 +86,14 @@ class SGD(Recipe):
         params: list[nn.Parameter],
         directions: Directions,
     ) -> None:
-        if not params:
-            return
-        given = [directions[p] for p in params]
-        has_momentum = bool(group["momentum"])
-        buffers: list[Tensor | None] = [None] * len(params)
-        if has_momentum:
-            buffers = [state[p].get("momentum_buffer") for p in params]
         options = {name: group[name] for name in OPTIONS}
+        # Without momentum torch asks for no buffers.
+        entries = [state[p] for p in params] if group["momentum"] else []
+        buffers = [entry.get("momentum_buffer") for entry in entries]
+        given = [directions[p] for p in params]
         sgd([*params], given, buffers, dampening=0.0, **options)
-        if has_momentum:
-            for p, buffer in zip(params, buffers, strict=True):
-                state[p]["momentum_buffer"] = buffer
+        for entry, buffer in zip(entries, buffers, strict=True):
+            entry["momentum_buffer"] = buffer
 
 
 @recipe("paper")
@@ -120,10 +116,9 @@ class Paper(SGD):
 def momentum_buffer(state: dict[str, Any], p: nn.Parameter) -> Tensor:
     """The momentum of a parameter, laid out in memory as the parameter is."""
     buffer: Tensor | None = state.get("momentum_buffer")
-    if buffer is None or buffer.stride() != p.stride():
-        if buffer is None:
-            buffer = torch.zeros_like(p)
-        else:
-            buffer = torch.empty_like(p).copy_(buffer)
-        state["momentum_buffer"] = buffer
+    if buffer is None:
+        buffer = torch.zeros_like(p)
+    elif buffer.stride() != p.stride():
+        buffer = torch.empty_like(p).copy_(buffer)
+    state["momentum_buffer"] = buffer
     return buffer
