@@ -86,10 +86,8 @@ class LowRank(Metric):
 
     def __init__(self, curvature: Curvature) -> None:
         self.curvature = curvature
-        base = Kronecker(
-            float(curvature.power), curvature.base_rank, curvature.averaging
-        )
-        self.base = base if curvature.base == "kronecker" else None
+        based = curvature.base == "kronecker"
+        self.base = Kronecker(curvature) if based else None
         self.reduces = (
             self.base is None
         )  # a base is made from all of the factors

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from seng.checks import check_number, check_period
 from seng.layers.sites import is_sharded
-from seng.metrics.kronecker import Kronecker
+from seng.metrics.kronecker import Tikhonov
 from seng.optim.preconditioned import Preconditioned
 from seng.optim.settings import Settings
 
@@ -68,9 +68,7 @@ class KFAC(Preconditioned):
             "maximize": maximize,
         }
         super().__init__(params, module, defaults)
-        metric = Kronecker(
-            power=1.0, decay=decay, graft=False, damp="tikhonov"
-        )
+        metric = Tikhonov(decay)
         self._build(
             Settings(metric, refresh_every, relative=False, name="KFAC")
         )
