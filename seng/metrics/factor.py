@@ -8,7 +8,6 @@ starts from V, so that nothing of size n³ is worked out, and nothing of size n�
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,7 @@ LATER = 2  # and of one that begins where the last one ended
 GRAM = 8192
 
 WHAT = "adding up a base"  # for messages
-EVERY = torch.tensor(math.inf)
+EVERY = torch.tensor(torch.inf)
 
 
 @dataclass(frozen=True)
@@ -53,21 +52,21 @@ class Factor:
 
     def powers(
         self, power: float, noise: float = 0.0, least: Tensor | float = 0.0
-    ) -> Tensor:
-        """Eigenvalues of max(C, floor)^power, V's and the one that all others have: (h, r + 1).
+    ) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of max(C, floor)^power, V's and the one that all others have (h, r + 1), and
+        their mean (h,).
 
         C is brought to mean eigenvalue 1 before. `least`: what the floor is at least. A C whose
         eigenvalues are all below it counts as a multiple of I, as does one that is zero.
         """
+        _, n, r = self.V.shape
         mean = self.average
-        others = self.rest
-        if self.V.shape[2] == self.V.shape[1]:  # there are none
-            others = mean.expand_as(others)
+        others = self.rest if r < n else mean.expand_as(self.rest)
         e = torch.cat([self.s, others[:, None]], 1)
+        e = e / torch.where(mean > 0, mean, 1)
         floor = self._floor(power, noise).clamp_min(least)
-        return (
-            torch.maximum(e / torch.where(mean > 0, mean, 1), floor) ** power
-        )
+        e = torch.maximum(e, floor) ** power
+        return e, (e.sum(1) + (n - r - 1) * e[:, -1]) / n
 
     def _floor(self, power: float, noise: float) -> Tensor:
         """The least eigenvalue that counts, above FLOOR where gradients are too noisy for that.
@@ -84,11 +83,6 @@ class Factor:
         few = (4 * noise) ** (0.5 / power) * (h * n - seen) / seen.clamp_min(1)
         floor: Tensor = few.clamp_min(max(FLOOR, (4 * noise) ** (1 / power)))
         return floor
-
-    def mean(self, e: Tensor) -> Tensor:
-        """Of eigenvalues e (h, r + 1), as `powers` has them: (h,)."""
-        n = self.V.shape[1]
-        return (e.sum(1) + (n - e.shape[1]) * e[:, -1]) / n
 
 
 def noise(dtype: torch.dtype) -> float:
@@ -142,24 +136,20 @@ def updated(
     rank: int,
     decay: float,
     generator: torch.Generator,
-    fine: Tensor,
 ) -> Factor:
     """δC + (1 − δ)XXᵀ, at most `rank` of its leading directions.
 
-    XXᵀ itself where there is nothing like it yet; where it is not `fine` (h,), C stays as it is.
+    XXᵀ itself where there is nothing like it yet. What is not finite stays in s and `rest`.
     """
     h, n, _ = seen.X.shape
     rank = min(rank, n)
     C = old if old and old.V.shape == (h, n, rank) else _nothing(seen)
     new = 1 - decay if C is old else 1.0
-
     rest = C.rest[:, None, None]
 
     def times(Z: Tensor) -> Tensor:
         within = C.V @ ((C.s[:, :, None] - rest) * (C.V.mT @ Z))
-        before = rest * Z + within
-        now = before.lerp(seen.times(Z), new)
-        return torch.where(fine[:, None, None], now, before)
+        return (rest * Z + within).lerp(seen.times(Z), new)
 
     if rank == n and exactly(seen.X, n):
         s, V = eigh(times(C.V.new_ones(h, n).diag_embed()))
@@ -172,14 +162,14 @@ def updated(
             Z = _basis(times(Z))
         s, V = _ordered(Z, Z.mT @ times(Z))
     s = s[:, :rank]
-    trace = torch.where(fine, C.trace.lerp(seen.trace, new), C.trace)
+    trace = C.trace.lerp(seen.trace, new)
     others = ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0)
     before = C.count.to(seen.count) if new < 1 else 0  # all others are gone
     return Factor(
         V[:, :, :rank].contiguous(),
         s,
         others * (rank < n),
-        before + seen.count * fine.all(),
+        before + seen.count,
     )
 
 
@@ -194,15 +184,15 @@ def _basis(Z: Tensor) -> Tensor:
     """An orthonormal basis of the columns of each of Z (h, n, w); on a CPU by Householder's QR, for
     which a GPU would wait.
     """
-    if Z.device.type != "cpu":
-        return orthonormal(orthonormal(Z.to(widest(Z)))).to(Z.dtype)
-    Q: Tensor = torch.linalg.qr(Z.nan_to_num(0, 0, 0)).Q
-    return Q
+    if Z.is_cpu:
+        Q: Tensor = torch.linalg.qr(Z.nan_to_num(0, 0, 0)).Q
+        return Q
+    return orthonormal(orthonormal(Z.to(widest(Z)))).to(Z.dtype)
 
 
 def exactly(X: Tensor, n: int) -> bool:
     """Whether eigenvectors are worked out by `eigh`, for which the host waits for a GPU."""
-    return X.dtype == torch.float64 or X.device.type == "cpu" or n <= SMALL
+    return X.dtype == torch.float64 or X.is_cpu or n <= SMALL
 
 
 def _ordered(Z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:

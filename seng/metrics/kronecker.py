@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,14 +33,11 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from seng.distributed.team import Team
 from seng.layers.sites import Site
-from seng.linalg import numerics
 from seng.linalg.implicit import Implicit
 from seng.linalg.operators import Operator, Shape
 from seng.metrics.curvature import Curvature
 from seng.metrics.factor import FLOOR, WHAT, Factor, Moment, noise, updated
 from seng.metrics.metric import (
-    TRUE,
-    UNSAVED,
     Dims,
     LayerRefresh,
     Metric,
@@ -50,6 +47,7 @@ from seng.metrics.metric import (
     plan,
 )
 
+SHIFTS = 6  # that a factorization tries
 MOST = 1e16  # more than any eigenvalue in units of the mean one
 
 
@@ -60,8 +58,6 @@ class PowerState(State):
     power: float
     relative: bool = True  # whether λ is in units of the mean eigenvalue
     graft: bool = False
-    # Whether the last captures were.
-    finite: Tensor = field(default=TRUE, metadata=UNSAVED)
 
     form = "merged"
 
@@ -84,7 +80,8 @@ class PowerState(State):
         return PowerSolver(self.to_power(-1.0, damping), self.graft)
 
     def fine(self) -> Tensor:
-        return self.finite
+        _, trace, _ = self.summary()
+        return trace.isfinite()
 
     def spectrum(self, damping: float | None) -> tuple[Any, Any, Any]:
         largest, trace, mean = map(float, self.summary())
@@ -152,11 +149,11 @@ class KroneckerPower:
 
     def rows(self, Y: Tensor) -> Tensor:
         """P^e of each row of Y (k, n)."""
-        h, n_G, _ = self.V_G.shape
-        X = Y.view(len(Y), h, n_G, -1)
+        X = Y.unflatten(1, (*self.V_G.shape[:2], -1))
         X = X + self.V_G @ (self.w_G * (self.V_G.mT @ X))
         X = X + ((X @ self.V_A) * self.w_A) @ self.V_A.mT
-        return (self.c * X).flatten(1)
+        out: Tensor = (self.c * X).flatten(1)
+        return out
 
     def of(self, U: Operator, rank: int) -> Operator:
         """P^e U: of factors where those of this rank are fewer numbers than columns."""
@@ -166,11 +163,11 @@ class KroneckerPower:
         if factors is None:
             return U.mapped(self.rows)
         G = _along(factors.G, self.V_G, self.w_G, self.c)
-        A = _along(factors.A, self.V_A, self.w_A.mT, 1.0)
+        A = _along(factors.A, self.V_A, self.w_A.mT)
         return Implicit(G, A)
 
 
-def _along(X: Tensor, V: Tensor, w: Tensor, c: Tensor | float) -> Tensor:
+def _along(X: Tensor, V: Tensor, w: Tensor, c: Tensor | float = 1.0) -> Tensor:
     """c(I + V diag(w) Vᵀ) along dimension 2 of X (ϱ, h, n, r), in X's precision."""
     Z = X.to(V.dtype)
     inner = torch.einsum("hnk,shnr->shkr", V, Z)
@@ -200,9 +197,9 @@ class KroneckerState(PowerState):
         self, exponent: float, damping: float = 0.0
     ) -> KroneckerPower:
         least = self.least(damping) ** 0.5
-        G = self.G.powers(self.power, self.noise, least)
-        A = self.A.powers(self.power, self.noise, least)
-        mean = (self.G.mean(G) * self.A.mean(A)).mean()  # over all groups
+        G, mean_G = self.G.powers(self.power, self.noise, least)
+        A, mean_A = self.A.powers(self.power, self.noise, least)
+        mean = (mean_G * mean_A).mean()  # P's, over all groups
         w_G, c_G = _relative(G**exponent)
         w_A, c_A = _relative(A**exponent)
         c = c_G * c_A / mean**exponent
@@ -258,25 +255,18 @@ class Kronecker(Metric):
         old, draw = layer.previous, layer.generator("base")
         seen_G = Moment(layer.U.outputs(), team, 1 / team.size)
         seen_A = inputs(layer.U, team, draw.initial_seed())
-        # Both sides or none.
-        fine = seen_G.trace.isfinite() & seen_A.trace.isfinite()
         rank, decay = self.curvature.base_rank, self.decay
-        G = updated(getattr(old, "G", None), seen_G, rank, decay, draw, fine)
-        A = updated(getattr(old, "A", None), seen_A, rank, decay, draw, fine)
-        precision = noise(layer.precision)
-        return KroneckerState(
-            G, A, precision, finite=fine.all(), **self.options
-        )
+        G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
+        A = updated(getattr(old, "A", None), seen_A, rank, decay, draw)
+        return KroneckerState(G, A, noise(layer.precision), **self.options)
 
     def _diagonal(self, layer: LayerRefresh, team: Team) -> DiagonalState:
-        now = layer.U.row_norms() / team.size
-        team.sum_([now], WHAT)
-        fine = now.isfinite().all()
+        v = layer.U.row_norms() / team.size
+        team.sum_([v], WHAT)
         old = getattr(layer.previous, "v", None)
-        new = 1.0 if old is None else 1 - self.decay
-        before = torch.zeros_like(now) if old is None else old
-        v = torch.where(fine, before.lerp(now, new), before)
-        return DiagonalState(v, finite=fine, **self.options)
+        if old is not None:
+            v = old.lerp(v, 1 - self.decay)
+        return DiagonalState(v, **self.options)
 
 
 COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
@@ -336,11 +326,16 @@ class TikhonovState(State):
 
 
 def shifted_inverse(M: Tensor, shift: Tensor) -> Tensor:
-    """(M + shift·I)⁻¹; I/shift where there is no factorization, even with jitter."""
-    diagonal = shift.expand(len(M))
-    inverse = numerics.inverse(M + diagonal.diag())
-    fine = inverse.isfinite().all()
-    return torch.where(fine, inverse, (1 / diagonal).diag())
+    """(M + shift·I)⁻¹; a shift lost in rounding grows until a factorization exists."""
+    eye = torch.ones_like(M[0]).diag()
+    for _ in range(SHIFTS):
+        L, info = torch.linalg.cholesky_ex(M + shift * eye)
+        if not info:
+            inverse = torch.cholesky_inverse(L)
+            if inverse.isfinite().all():
+                return inverse
+        shift = torch.maximum(10 * shift, torch.finfo(M.dtype).eps * M.trace())
+    return eye / shift
 
 
 @dataclass(frozen=True)
@@ -372,10 +367,8 @@ class Tikhonov(Metric):
         return "grouped convolution" if site.segments[0].shape[0] > 1 else None
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
-        return self._dense(layer, layer.previous)
-
-    def _dense(self, layer: LayerRefresh, old: Any) -> TikhonovState:
         """K-FAC's moments: A is summed over positions, G is their mean."""
+        old: Any = layer.previous
         X, Y = layer.U.inputs()[0], layer.U.outputs()[0]  # (n_A, N), (n_G, N)
         A = X @ X.T / layer.samples
         G = Y @ Y.T * (layer.samples / max(1, layer.positions))
