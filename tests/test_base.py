@@ -17,6 +17,7 @@ from seng.metrics.kronecker import (
     DiagonalState,
     Kronecker,
     KroneckerState,
+    Tikhonov,
     inputs,
 )
 from seng.metrics.low_rank import LowRank, reduced_factors
@@ -398,10 +399,9 @@ def test_sketched_factors_come_closer_as_their_rank_grows() -> None:
 def update(
     old: Factor | None, X: Tensor, rank: int, decay: float = 0.5, seed: int = 0
 ) -> Factor:
-    """`updated` by XXᵀ, where that is finite."""
-    seen = Moment(X)
+    """`updated` by XXᵀ."""
     draw = torch.Generator().manual_seed(seed)
-    return updated(old, seen, rank, decay, draw, seen.trace.isfinite())
+    return updated(old, Moment(X), rank, decay, draw)
 
 
 class TestFactor:
@@ -413,7 +413,9 @@ class TestFactor:
         return torch.randn(h, n, N, dtype=F64, generator=draw) * scale
 
     def dense(self, factor: Factor) -> Tensor:
-        return factor.times(torch.eye(30, dtype=F64).expand(2, 30, 30))
+        V, rest = factor.V, factor.rest[:, None, None]
+        outside = torch.eye(30, dtype=F64) - V @ V.mT
+        return V @ factor.s.diag_embed() @ V.mT + rest * outside
 
     def test_the_leading_directions_are_found(self) -> None:
         X = self.draw()
@@ -457,7 +459,7 @@ class TestFactor:
         X = self.draw()
         small = update(None, X, 8)
         monkeypatch.setattr("seng.metrics.factor.GRAM", 0)
-        monkeypatch.setattr(Moment, "_gram", property(forbidden))
+        assert Moment(X).gram is None
         torch.testing.assert_close(update(None, X, 8).s, small.s)
 
     @pytest.mark.parametrize("rank", [8, 30])
@@ -473,9 +475,8 @@ class TestFactor:
             found = None
             for i in range(6):
                 found = update(found, X, rank, 0.9, seed=i)
-            state = KroneckerState(
-                found, Factor(one, one[:, 0], 0 * one[:, 0, 0]), 0.5
-            )
+            other = Factor(one, one[:, 0], 0 * one[:, 0, 0])
+            state = KroneckerState(found, other, power=0.5)
             return state.to_power(-0.5).rows(eye)
 
         want = root()
@@ -491,29 +492,36 @@ class TestFactor:
 
     def test_no_samples_and_no_size(self) -> None:
         found = update(None, torch.zeros(1, 6, 0, dtype=F64), 3)
-        kept_values, others = found.eigenvalues(0.5)  # of a C that is zero
-        torch.testing.assert_close(kept_values, torch.ones_like(kept_values))
-        torch.testing.assert_close(others, torch.ones_like(others))
+        e, _ = found.powers(0.5)  # of a C that is zero: a multiple of I
+        assert float(e.min()) > 0
+        torch.testing.assert_close(e, e[:, :1].expand_as(e))
 
     @pytest.mark.parametrize("rank", [4, 30])
-    def test_what_is_not_finite_is_left_out(self, rank: int) -> None:
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    def test_what_is_not_finite_is_seen(self, rank: int, value: float) -> None:
+        """So that it is dropped, and the last good state stays."""
         X = self.draw()
         before = update(None, X, rank)
         bad = X.clone()
-        bad[0, 0, 0] = torch.nan
-        C, D = map(self.dense, (before, update(before, bad, rank, seed=1)))
-        assert naive.relative_error(D[0], C[0]) < 1e-9
-        assert naive.relative_error(D[1], C[1]) < 0.1
+        bad[0, 0, 0] = value
+        after = update(before, bad, rank, seed=1)
+        for G, A, fine in (
+            (before, before, True),
+            (after, before, False),
+            (before, after, False),
+            (update(None, bad, rank), before, False),
+        ):
+            assert bool(KroneckerState(G, A, power=0.5).fine()) == fine
 
     @pytest.mark.parametrize(
         "dtype", [torch.float64, torch.float32, torch.bfloat16]
     )
     def test_few_columns_are_not_multiplied_out(
-        self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+        self, dtype: torch.dtype
     ) -> None:
         X = self.draw(n=30, N=7).to(dtype)
-        monkeypatch.setattr(Moment, "_gram", property(forbidden))
         seen = Moment(X, scale=0.5)
+        assert seen.gram is None
         wide = torch.promote_types(dtype, torch.float32)
         draw = torch.Generator().manual_seed(0)
         Z = torch.randn(2, 30, 4, dtype=wide, generator=draw)
@@ -521,10 +529,6 @@ class TestFactor:
         near = {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(seen.times(Z), (0.5 * X @ X.mT) @ Z, **near)
         torch.testing.assert_close(seen.trace, 0.5 * X.square().sum((1, 2)))
-
-
-def forbidden(_: Moment) -> Tensor:
-    raise AssertionError("XXᵀ is not to be formed")
 
 
 def test_the_inputs_of_a_convolution_side_by_side() -> None:
@@ -564,10 +568,9 @@ def test_of_many_positions_some_samples_are_enough_but_in_float64() -> None:
     )
     whole, some = inputs(U, ALONE), inputs(U.to(torch.float32), ALONE)
     assert whole.X.shape[2] == 64 * 36 and some.X.shape[2] == 16 * 36
-    torch.testing.assert_close(
-        whole.dense(), torch.einsum("ihnk,ihmk->hnm", U.A, U.A) / 64
-    )
-    assert naive.relative_error(some.dense().to(F64), whole.dense()) < 0.1
+    C = torch.einsum("ihnk,ihmk->hnm", U.A, U.A) / 64
+    torch.testing.assert_close(whole.gram, C)
+    assert naive.relative_error(some.gram.to(F64), C) < 0.1
     few = Implicit(torch.randn(64, 1, 4, 1), torch.randn(64, 1, 50, 1)).to(
         torch.float32
     )
@@ -591,10 +594,10 @@ def test_what_few_samples_had_counts_as_seen_and_no_more() -> None:
         found = update(found, X, 8)
         assert float(found.count) == count
         # So much noise that the floor is above the others.
-        kept_values, others = found.eigenvalues(0.5, noise=0.25)
+        e, _ = found.powers(0.5, noise=0.25)
         floor = (60 - count) / count
-        assert float(others) == pytest.approx(floor**0.5)
-        assert float(kept_values.min()) >= floor**0.5
+        assert float(e[0, -1]) == pytest.approx(floor**0.5)
+        assert float(e[:, :-1].min()) >= floor**0.5
     assert float(update(found, X, 8, 0.0).count) == 10  # the others are gone
 
 
@@ -619,7 +622,7 @@ def test_the_mean_eigenvalue_is_one_over_all_groups() -> None:
     eye = torch.eye(3 * 35, dtype=F64)
     for power in (0.25, 0.5, 1.0):
         P = torch.linalg.inv(
-            KroneckerState(G, A, power).to_power(-1.0).rows(eye)
+            KroneckerState(G, A, power=power).to_power(-1.0).rows(eye)
         )
         torch.testing.assert_close(
             P.diagonal().mean(), torch.ones((), dtype=F64)
@@ -632,8 +635,8 @@ def states() -> list[KroneckerState | DiagonalState]:
     torch.manual_seed(0)
     A, G = (update(None, torch.randn(1, n, 20, dtype=F64), 4) for n in (7, 5))
     return [
-        KroneckerState(G, A, 0.5),
-        DiagonalState(torch.rand(35, dtype=F64), 0.5),
+        KroneckerState(G, A, power=0.5),
+        DiagonalState(torch.rand(35, dtype=F64), power=0.5),
     ]
 
 
@@ -669,16 +672,16 @@ def test_what_was_loaded_is_kept_only_if_it_is_asked_for() -> None:
     identity = LowRank(seng.Curvature())
     based = LowRank(seng.Curvature(base="kronecker"))
     other = LowRank(seng.Curvature(base="kronecker", power=1.0))
-    alone = Kronecker()
+    alone = Kronecker(seng.Curvature(base="kronecker", rank=0))
     assert identity.accepts(over[None], shape) is not None
     for state in (
         kronecker,
         diagonal,
     ):  # the latter of a layer without factors
         assert alone.accepts(state, shape) is not None
-        assert alone.accepts(state, (1, 5, 8)) is None
-        assert Kronecker(power=1.0).accepts(state, shape) is None
-        assert Kronecker(damp="tikhonov").accepts(state, shape) is None
+        assert state.fits(shape) and not state.fits((1, 5, 8))
+        assert Kronecker(other.curvature).accepts(state, shape) is None
+        assert Tikhonov().accepts(state, shape) is None
         assert based.accepts(over[state], shape) is not None
         assert based.accepts(over[state], (1, 5, 8)) is None
         for refusing in (identity, other, alone):

@@ -318,7 +318,7 @@ def test_a_handle_keeps_its_state_in_a_file():
 
 def test_fields_that_are_younger_than_a_checkpoint_have_their_defaults():
     side = Factor(torch.eye(3)[None], torch.ones(1, 3), torch.zeros(1))
-    P = KroneckerState(side, side, 0.5, noise=0.1)
+    P = KroneckerState(side, side, noise=0.1, power=0.5)
     U = Explicit(torch.randn(9, 4), (1, 3, 3))
     kept = LowRankState(
         U, Identity(), U.gram(), torch.ones(()), True, P, graft=True

@@ -17,7 +17,7 @@ from seng.lab.names import unknown
 from seng.lab.recipe import Between, OneOf, Recipe, Space, Steps
 from seng.layers.sites import survey
 from seng.metrics.curvature import BASE_RANK, Base, Combine, Form
-from seng.metrics.kronecker import Kronecker
+from seng.metrics.kronecker import Tikhonov
 from seng.optim import schedules
 from seng.optim.settings import DAMPING, REFRESH_EVERY
 
@@ -214,7 +214,7 @@ class KFAC(Damped):
         covered = {
             s.param
             for site in survey(model, params)[0]
-            if Kronecker(damp="tikhonov").refuses(site) is None
+            if Tikhonov().refuses(site) is None
             for s in site.segments
         }
         groups = [

@@ -37,5 +37,5 @@ def metric_of(curvature: Curvature) -> Metric:
     if c.blocks == "network":
         return Network(c)
     if c.rank == 0:
-        return Kronecker.of(c)
+        return Kronecker(c)
     return LowRank(c)

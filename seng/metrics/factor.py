@@ -8,30 +8,26 @@ starts from V, so that nothing of size n³ is worked out, and nothing of size n�
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from seng.distributed.team import ALONE, Team
 from seng.linalg.numerics import OVERSAMPLE, SMALL, eigh, orthonormal, widest
-from seng.linalg.operators import product, wide
+from seng.linalg.operators import HALF, product, wide
 
 # Of the mean eigenvalue, the least that counts: inputs never active would be stepped along without
 # bound
 FLOOR = 1e-3
 UNSEEN = 1e-6  # of the largest eigenvalue: what is below was in no sample, up to rounding
-FIRST, LATER = (
-    6,
-    2,
-)  # products of a range finder: it begins at random, later ones where the last one ended
+FIRST = 6  # products of a range finder that begins at random,
+LATER = 2  # and of one that begins where the last one ended
 # Rows n up to which a batch's xxᵀ is worked out once, for a moment, where there are as many columns
 GRAM = 8192
 
 WHAT = "adding up a base"  # for messages
-EVERY = torch.tensor(math.inf)
+EVERY = torch.tensor(torch.inf)
 
 
 @dataclass(frozen=True)
@@ -44,59 +40,33 @@ class Factor:
     count: Tensor = EVERY  # (): the x that it has seen
 
     @property
-    def whole(self) -> bool:
-        """Whether nothing of C is left out."""
-        return self.V.shape[2] == self.V.shape[1]
-
-    @property
     def trace(self) -> Tensor:
+        """Of each group, (h,)."""
         _, n, r = self.V.shape
         return self.s.sum(1) + (n - r) * self.rest
-
-    def times(self, Z: Tensor) -> Tensor:
-        """CZ of Z (h, n, w)."""
-        return self.rest[:, None, None] * Z + self.V @ (
-            (self.s - self.rest[:, None])[:, :, None] * (self.V.mT @ Z)
-        )
 
     @property
     def average(self) -> Tensor:
         """The mean of all eigenvalues, ()."""
-        h, n, _ = self.V.shape
-        return self.trace.sum() / (h * n)
-
-    def eigenvalues(
-        self, power: float, noise: float = 0.0, least: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Those of max(C, floor)^power, V's (h, r) and all others' (h,), for C of mean eigenvalue
-        1; all 1 where C is zero.
-
-        `least`: what the floor is at least. A C whose eigenvalues are all below it counts as a
-        multiple of I.
-        """
-        h, n, _ = self.V.shape
-        mean = self.average
-        floor = self._floor(power, noise)
-        floor = (
-            floor
-            if least is None
-            else torch.maximum(floor, least.clamp_max(h * n))
-        )
-        floor = torch.where(mean > 0, floor, 1)
-        mean = torch.where(mean > 0, mean, 1)
-        kept, others = (
-            torch.maximum(e / mean, floor) ** power
-            for e in (self.s, self.rest)
-        )
-        return kept, others
+        return self.trace.mean() / self.V.shape[1]
 
     def powers(
-        self, power: float, noise: float, least: Tensor
+        self, power: float, noise: float = 0.0, least: Tensor | float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """The same, brought to a mean of 1: so what is a multiple of I is I to the last digit."""
-        kept, others = self.eigenvalues(power, noise, least)
-        unit = self.mean(kept, others).mean()
-        return kept / unit, others / unit
+        """Eigenvalues of max(C, floor)^power, V's and the one that all others have (h, r + 1), and
+        their mean (h,).
+
+        C is brought to mean eigenvalue 1 before. `least`: what the floor is at least. A C whose
+        eigenvalues are all below it counts as a multiple of I, as does one that is zero.
+        """
+        _, n, r = self.V.shape
+        mean = self.average
+        others = self.rest if r < n else mean.expand_as(self.rest)
+        e = torch.cat([self.s, others[:, None]], 1)
+        e = e / torch.where(mean > 0, mean, 1)
+        floor = self._floor(power, noise).clamp_min(least)
+        e = torch.maximum(e, floor) ** power
+        return e, (e.sum(1) + (n - r - 1) * e[:, -1]) / n
 
     def _floor(self, power: float, noise: float) -> Tensor:
         """The least eigenvalue that counts, above FLOOR where gradients are too noisy for that.
@@ -114,11 +84,6 @@ class Factor:
         floor: Tensor = few.clamp_min(max(FLOOR, (4 * noise) ** (1 / power)))
         return floor
 
-    def mean(self, kept: Tensor, others: Tensor) -> Tensor:
-        """Of eigenvalues, V's (h, r) and all others' (h,): (h,)."""
-        _, n, r = self.V.shape
-        return (kept.sum(1) + (n - r) * others) / n
-
 
 def noise(dtype: torch.dtype) -> float:
     """What rounding leaves of gradients that were worked out in such numbers, relative to their
@@ -127,71 +92,40 @@ def noise(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).eps, 64 * torch.finfo(wide(dtype)).eps)
 
 
-def relative_floor(damping: float, relative: bool, mean: Tensor) -> Tensor:
-    """λ in units of the mean eigenvalue; an absolute one is above any that are 0."""
-    lam = torch.full_like(mean, damping)
-    if relative:
-        return lam
-    return torch.where(
-        mean > 0, lam / torch.where(mean > 0, mean, 1), torch.inf
-    )
-
-
-@dataclass(frozen=True)
 class Moment:
-    """scale·XXᵀ of X (h, n, N), over the samples of all ranks that pool them."""
+    """scale·XXᵀ of X (h, n, N), summed over the ranks."""
 
-    X: Tensor
-    team: Team = ALONE
-    scale: float = 1.0
-
-    @cached_property
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """The trace (h,), and the number of columns of all ranks, ()."""
-        if self._fits:
-            trace = self._gram.diagonal(dim1=1, dim2=2).sum(1)
+    def __init__(
+        self, X: Tensor, team: Team = ALONE, scale: float = 1.0
+    ) -> None:
+        _, n, N = X.shape
+        self.X = X
+        self.team = team
+        self.scale = scale
+        self.gram: Tensor | None = None  # where it is no larger than X
+        if n <= min(N, GRAM):
+            self.gram = product(X, X.mT) * scale
+            self.trace = self.gram.diagonal(dim1=1, dim2=2).sum(1)
         else:
-            squares = self.X.to(wide(self.X.dtype)).square()
-            trace = squares.sum((1, 2)) * self.scale
-        count = torch.full_like(trace[0], self.X.shape[2])
-        if self.team.pools:
-            self.team.sum_([trace, count], WHAT)
-        return trace, count
-
-    @property
-    def trace(self) -> Tensor:
-        return self.totals[0]
-
-    @property
-    def _fits(self) -> bool:
-        """Whether XXᵀ is formed, in place of products with X and Xᵀ."""
-        _, n, N = self.X.shape
-        return n <= min(N, GRAM)
-
-    @cached_property
-    def _gram(self) -> Tensor:
-        return product(self.X, self.X.mT) * self.scale
-
-    def dense(self) -> Tensor:
-        """All of it."""
-        K = self._gram.clone()
-        if self.team.pools:
-            self.team.sum_([K], WHAT)
-        return K
+            dtype = wide(X.dtype)
+            if n <= GRAM:  # few columns need not stay in half precision
+                self.X = X.to(dtype)
+            length = torch.linalg.vector_norm(X, dim=(1, 2), dtype=dtype)
+            self.trace = length.square() * scale
+        self.count = torch.full_like(self.trace[0], N)
+        team.sum_([self.trace, self.count], WHAT)
 
     def times(self, Z: Tensor) -> Tensor:
         """XXᵀZ of Z (h, n, w)."""
-        if self._fits:
-            out = self._gram @ Z
-        elif (
-            self.X.shape[1] <= GRAM
-        ):  # few columns need not stay in half precision
-            X = self.X.to(Z.dtype)
-            out = X @ (X.mT @ Z) * self.scale
+        X = self.X
+        if self.gram is not None:
+            out = self.gram @ Z
+        elif X.dtype in HALF:
+            inner = product(X.mT, Z.to(X.dtype))
+            out = product(X, inner.to(X.dtype)) * self.scale
         else:
-            inner = product(self.X.mT, Z.to(self.X.dtype))
-            out = product(self.X, inner.to(self.X.dtype)) * self.scale
-        if self.team.pools:
+            out = X @ (X.mT @ Z) * self.scale
+        if self.team.many:
             self.team.sum_([out], WHAT)
         return out
 
@@ -202,80 +136,63 @@ def updated(
     rank: int,
     decay: float,
     generator: torch.Generator,
-    fine: Tensor,
 ) -> Factor:
     """δC + (1 − δ)XXᵀ, at most `rank` of its leading directions.
 
-    XXᵀ itself where there is nothing yet; where it is not `fine` (h,), C stays as it is.
+    XXᵀ itself where there is nothing like it yet. What is not finite stays in s and `rest`.
     """
     h, n, _ = seen.X.shape
-    mix = _Mix(old, seen, decay, fine[:, None, None])
-    if rank >= n and exactly(seen.X, n):
-        eye = torch.eye(n, dtype=mix.new.dtype, device=seen.X.device).expand(
-            h, n, n
-        )
-        s, V = eigh(mix(0.0 if old is None else old.times(eye), seen.dense()))
-        return Factor(V, s, torch.zeros_like(s[:, 0]), mix.count)
     rank = min(rank, n)
-    Z = mix.start(min(n, rank + OVERSAMPLE), generator)
-    for _ in range(FIRST if old is None else LATER):
-        Z = _basis(mix.times(Z))
-    s, V = _ordered(Z, Z.mT @ mix.times(Z))
-    s, V = s[:, :rank], V[:, :, :rank].contiguous()
-    before = 0.0 if old is None else old.trace[:, None, None]
-    trace = mix(before, seen.trace[:, None, None])[:, 0, 0]
-    rest = ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0)
-    return Factor(V, s, rest * (rank < n), mix.count)
+    C = old if old and old.V.shape == (h, n, rank) else _nothing(seen)
+    new = 1 - decay if C is old else 1.0
+    rest = C.rest[:, None, None]
+
+    def times(Z: Tensor) -> Tensor:
+        within = C.V @ ((C.s[:, :, None] - rest) * (C.V.mT @ Z))
+        return (rest * Z + within).lerp(seen.times(Z), new)
+
+    if rank == n and exactly(seen.X, n):
+        s, V = eigh(times(C.V.new_ones(h, n).diag_embed()))
+    else:
+        # A random beginning, or where the last one ended.
+        spare = min(n, rank + OVERSAMPLE) - C.V.shape[2]
+        Z = C.V.new_empty(h, n, spare).normal_(generator=generator)
+        Z = torch.cat([C.V, Z], 2)
+        for _ in range(LATER if C is old else FIRST):
+            Z = _basis(times(Z))
+        s, V = _ordered(Z, Z.mT @ times(Z))
+    s = s[:, :rank]
+    trace = C.trace.lerp(seen.trace, new)
+    others = ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0)
+    before = C.count.to(seen.count) if new < 1 else 0  # all others are gone
+    return Factor(
+        V[:, :, :rank].contiguous(),
+        s,
+        others * (rank < n),
+        before + seen.count,
+    )
 
 
-class _Mix:
-    """δC + (1 − δ)XXᵀ through its products; C alone where XXᵀ is not fine."""
-
-    def __init__(
-        self, old: Factor | None, seen: Moment, decay: float, fine: Tensor
-    ) -> None:
-        self.old, self.seen, self.fine = old, seen, fine
-        weight = 1 - decay if old is not None else 1.0
-        self.new = weight * fine.to(wide(seen.X.dtype))
-        count = seen.totals[1] * fine.all()
-        keeps = old is not None and decay > 0
-        self.count = (
-            count + old.count.to(count) if keeps and old is not None else count
-        )
-
-    def __call__(self, before: Tensor | float, now: Tensor) -> Tensor:
-        return (1 - self.new) * before + self.new * torch.where(
-            self.fine, now, 0
-        )
-
-    def times(self, Z: Tensor) -> Tensor:
-        return self(
-            0.0 if self.old is None else self.old.times(Z), self.seen.times(Z)
-        )
-
-    def start(self, width: int, generator: torch.Generator) -> Tensor:
-        """Where the range finder begins: at random, or where the last one ended."""
-        h, n, _ = self.seen.X.shape
-        spare = width - (0 if self.old is None else self.old.V.shape[2])
-        dtype, device = self.new.dtype, self.new.device
-        size = h, n, spare
-        Z = torch.randn(size, generator=generator, dtype=dtype, device=device)
-        return Z if self.old is None else torch.cat([self.old.V, Z], 2)
+def _nothing(seen: Moment) -> Factor:
+    """C before anything was seen."""
+    zero = torch.zeros_like(seen.trace)
+    V = zero.new_zeros(*seen.X.shape[:2], 0)
+    return Factor(V, V[:, 0], zero, zero[0])
 
 
 def _basis(Z: Tensor) -> Tensor:
     """An orthonormal basis of the columns of each of Z (h, n, w); on a CPU by Householder's QR, for
     which a GPU would wait.
     """
-    if Z.device.type != "cpu":
-        return orthonormal(orthonormal(Z.to(widest(Z)))).to(Z.dtype)
-    Q: Tensor = torch.linalg.qr(Z.nan_to_num(0, 0, 0)).Q
-    return Q
+    if Z.is_cpu:
+        Q: Tensor = torch.linalg.qr(Z.nan_to_num(0, 0, 0)).Q
+        return Q
+    return orthonormal(orthonormal(Z.to(widest(Z)))).to(Z.dtype)
 
 
 def exactly(X: Tensor, n: int) -> bool:
     """Whether eigenvectors are worked out by `eigh`, for which the host waits for a GPU."""
-    return X.dtype == torch.float64 or X.device.type == "cpu" or n <= SMALL
+    return X.dtype == torch.float64 or X.is_cpu or n <= SMALL
 
 
 def _ordered(Z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:

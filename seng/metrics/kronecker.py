@@ -1,30 +1,31 @@
-"""The Kronecker metric: P = P_G ⊗ P_A (X ↦ P_G X P_A) from the second moments of what a layer saw.
+"""Metrics of one block per layer that need no U: the Kronecker metric, K-FAC's, and none.
+
+The Kronecker metric is P = P_G ⊗ P_A (X ↦ P_G X P_A) from the second moments of what a layer saw.
 
     P_G = C_G^p, P_A = C_A^p     C_A = E Σ aaᵀ, C_G = E Σ ggᵀ     (`seng.metrics.factor`)
 
-p = 1 is K-FAC's metric, p = 1/2 its square root. P is normalised to mean eigenvalue 1. By itself it
-gives d = P⁻¹g; the damping then bounds its eigenvalues from below, by √λ of the mean on each side,
-so that λ → ∞ is P = I. As the base of `seng.metrics.low_rank` it whitens U and g by P^{-½}.
+p = 1 is K-FAC's metric, p = 1/2 its square root. Layers without factors have a diagonal one,
 
-    damp="tikhonov"    d = (G + √λ/π I)⁻¹ g (A + π√λ I)⁻¹,  π² = (tr A / n_A) / (tr G / n_G)
+    P = diag(v)^p                v = E u² over per-sample gradients
+
+whose p = 1/2 is Adam's root; v below `FLOOR` of its mean counts as that. P is normalised to mean
+eigenvalue 1. By itself it gives d = P⁻¹g; the damping then bounds its eigenvalues from below, by √λ
+of the mean on each side, so that λ → ∞ is P = I. As the base of `seng.metrics.low_rank` it whitens
+U and g by P^{-½}.
+
+    d = (G + √λ/π I)⁻¹ g (A + π√λ I)⁻¹,  π² = (tr A / n_A) / (tr G / n_G)
 
 is K-FAC itself (Martens & Grosse 2015; for convolutions Grosse & Martens 2016) with dense factors,
-A = C_A and G the mean of ggᵀ over samples and positions. Layers without factors have a diagonal
-metric (`seng.metrics.kronecker`).
-
-The diagonal metric of layers without factors: P = diag(v)^p, v = E u² over per-sample gradients.
-
-p = 1/2 is Adam's root. P is normalised to mean 1; v below `FLOOR` of its mean counts as that.
-
-No curvature: directions are gradients, and nothing is captured.
+A = C_A and G the mean of ggᵀ over samples and positions.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,25 +36,56 @@ from seng.layers.sites import Site
 from seng.linalg.implicit import Implicit
 from seng.linalg.operators import Operator, Shape, product
 from seng.metrics.curvature import Curvature
-from seng.metrics.factor import (
-    FLOOR,
-    Factor,
-    Moment,
-    noise,
-    relative_floor,
-    updated,
-)
+from seng.metrics.factor import FLOOR, WHAT, Factor, Moment, noise, updated
 from seng.metrics.metric import (
-    TRUE,
-    UNSAVED,
     Dims,
     LayerRefresh,
     Metric,
     Plan,
     PowerSolver,
     State,
-    plan,
 )
+
+SHIFTS = 6  # that a factorization tries
+MOST = 1e16  # more than any eigenvalue in units of the mean one
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerState(State):
+    """C, and how P = C^p is made from it."""
+
+    power: float
+    relative: bool = True  # whether λ is in units of the mean eigenvalue
+    graft: bool = False
+
+    form = "merged"
+
+    @abstractmethod
+    def to_power(self, exponent: float, damping: float = 0.0) -> Any:
+        """P^exponent, eigenvalues of C below `damping` counting as that."""
+
+    @abstractmethod
+    def summary(self) -> tuple[Tensor, Tensor, Tensor]:
+        """C's largest eigenvalue, its trace, and its mean eigenvalue."""
+
+    def least(self, damping: float) -> Any:
+        """λ in units of the mean eigenvalue; an absolute one is above any that are 0."""
+        if self.relative:
+            return min(damping, MOST)
+        _, _, mean = self.summary()
+        return (damping / mean).nan_to_num(0.0).clamp_max(MOST)
+
+    def at(self, damping: float) -> PowerSolver:
+        return PowerSolver(self.to_power(-1.0, damping), self.graft)
+
+    def fine(self) -> Tensor:
+        _, trace, _ = self.summary()
+        return trace.isfinite()
+
+    def spectrum(self, damping: float | None) -> tuple[Any, Any, Any]:
+        largest, trace, mean = map(float, self.summary())
+        unit = mean if self.relative else 1.0
+        return largest, trace, None if damping is None else damping * unit
 
 
 @dataclass(frozen=True)
@@ -73,53 +105,24 @@ class DiagonalPower:
 
 
 @dataclass(frozen=True)
-class DiagonalState(State):
-    """v, and how P is made from it."""
+class DiagonalState(PowerState):
+    """v in the place of C."""
 
     v: Tensor  # (n,)
-    power: float
-    relative: bool = True
-    graft: bool = False
-    finite: Tensor = field(
-        default=TRUE, metadata=UNSAVED
-    )  # whether the last captures were
 
-    form = "merged"
     base = "diagonal"
 
     def fits(self, shape: Shape) -> bool:
         return self.v.numel() == math.prod(shape)
 
+    def summary(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.v.max(), self.v.sum(), self.v.mean()
+
     def to_power(self, exponent: float, damping: float = 0.0) -> DiagonalPower:
-        """P^exponent; entries of v below `damping` count as that."""
         mean = self.v.mean()
-        least = relative_floor(damping, self.relative, mean).clamp(
-            FLOOR, self.v.numel()
-        )
-        unit = torch.where(mean > 0, mean, 1)
-        P = torch.maximum(self.v / unit, least) ** self.power
-        P = P / P.mean()
-        return DiagonalPower(P**exponent)
-
-    def at(self, damping: float) -> PowerSolver:
-        return PowerSolver(self.to_power(-1.0, damping), self.graft)
-
-    def fine(self) -> Tensor:
-        return self.finite
-
-    def spectrum(
-        self, damping: float | None
-    ) -> tuple[float, float, float | None]:
-        mean = float(self.v.mean()) if self.relative else 1.0
-        lam = None if damping is None else damping * mean
-        return float(self.v.max()), float(self.v.sum()), lam
-
-
-COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
-SAMPLES = 16  # and of at least so many samples
-SHIFTS = 6  # that a factorization tries
-
-Damp = Literal["floor", "tikhonov"]
+        C = self.v / torch.where(mean > 0, mean, 1)
+        P = C.clamp_min(FLOOR).clamp_min(self.least(damping)) ** self.power
+        return DiagonalPower((P / P.mean()) ** exponent)
 
 
 @dataclass(frozen=True)
@@ -131,11 +134,6 @@ class KroneckerPower:
     w_G: Tensor  # (h, r_G, 1)
     w_A: Tensor  # (h, 1, r_A)
     c: Tensor  # (h, 1, 1)
-
-    @property
-    def shape(self) -> Shape:
-        """(h, n_G, n_A)."""
-        return self.V_G.shape[0], self.V_G.shape[1], self.V_A.shape[1]
 
     def __call__(self, z: Tensor) -> Tensor:
         """P^e z (n,); at every step, so with as few calls as possible."""
@@ -150,7 +148,7 @@ class KroneckerPower:
 
     def rows(self, Y: Tensor) -> Tensor:
         """P^e of each row of Y (k, n)."""
-        X = Y.unflatten(1, self.shape)
+        X = Y.unflatten(1, (*self.V_G.shape[:2], -1))
         X = X + self.V_G @ (self.w_G * (self.V_G.mT @ X))
         X = X + ((X @ self.V_A) * self.w_A) @ self.V_A.mT
         out: Tensor = (self.c * X).flatten(1)
@@ -158,86 +156,126 @@ class KroneckerPower:
 
     def of(self, U: Operator, rank: int) -> Operator:
         """P^e U: of factors where those of this rank are fewer numbers than columns."""
-        _, n_G, n_A = self.shape
-        factors = None
-        if min(U.kappa, rank) * (n_G + n_A) < n_G * n_A:
-            factors = U.factors()
+        n_G, n_A = self.V_G.shape[1], self.V_A.shape[1]
+        fewer = min(U.kappa, rank) * (n_G + n_A) < n_G * n_A
+        factors = U.factors() if fewer else None
         if factors is None:
             return U.mapped(self.rows)
         G = _along(factors.G, self.V_G, self.w_G, self.c)
-        A = _along(factors.A, self.V_A, self.w_A.mT, torch.ones_like(self.c))
+        A = _along(factors.A, self.V_A, self.w_A.mT)
         return Implicit(G, A)
 
 
-def _along(X: Tensor, V: Tensor, w: Tensor, c: Tensor) -> Tensor:
+def _along(X: Tensor, V: Tensor, w: Tensor, c: Tensor | float = 1.0) -> Tensor:
     """c(I + V diag(w) Vᵀ) along dimension 2 of X (ϱ, h, n, r), in X's precision."""
-    rows = X.permute(1, 2, 0, 3).flatten(2).to(V.dtype)  # (h, n, ϱr)
-    rows = c * (rows + V @ (w * (V.mT @ rows)))
-    back: Tensor = rows.unflatten(2, (X.shape[0], X.shape[3])).permute(
-        2, 0, 1, 3
-    )
-    return back.to(X.dtype)
+    Z = X.to(V.dtype)
+    inner = torch.einsum("hnk,shnr->shkr", V, Z)
+    Z = Z + torch.einsum("hnk,shkr->shnr", V, w * inner)
+    return (c * Z).to(X.dtype)
 
 
 @dataclass(frozen=True)
-class KroneckerState(State):
-    """C_G and C_A, and how P is made from them."""
+class KroneckerState(PowerState):
+    """C = C_G ⊗ C_A."""
 
     G: Factor
     A: Factor
-    power: float
     noise: float = 0.0  # relative rounding error of gradients
-    relative: bool = True  # whether λ is in units of the mean eigenvalue
-    graft: bool = False
-    finite: Tensor = field(
-        default=TRUE, metadata=UNSAVED
-    )  # whether the last captures were
 
-    form = "merged"
     base = "kronecker"
 
     def fits(self, shape: Shape) -> bool:
         return (*self.G.V.shape[:2], self.A.V.shape[1]) == shape
 
+    def summary(self) -> tuple[Tensor, Tensor, Tensor]:
+        largest = (self.G.s.amax(1) * self.A.s.amax(1)).max()
+        trace = (self.G.trace * self.A.trace).sum()
+        return largest, trace, self.G.average * self.A.average
+
     def to_power(
         self, exponent: float, damping: float = 0.0
     ) -> KroneckerPower:
-        """P^exponent, eigenvalues of C_G ⊗ C_A below `damping` counting as that."""
-        average = self.G.average * self.A.average
-        least = relative_floor(damping, self.relative, average) ** 0.5
-        kept_G, others_G = self.G.powers(self.power, self.noise, least)
-        kept_A, others_A = self.A.powers(self.power, self.noise, least)
-        of_G = self.G.mean(kept_G, others_G)
-        of_A = self.A.mean(kept_A, others_A)
-        mean = (of_G * of_A).mean()  # P's, over all groups
-        w_G, c_G = _relative(self.G, kept_G**exponent, others_G**exponent)
-        w_A, c_A = _relative(self.A, kept_A**exponent, others_A**exponent)
-        c = (c_G * c_A / mean**exponent)[:, None, None]
-        return KroneckerPower(
-            self.G.V, self.A.V, w_G[:, :, None], w_A[:, None, :], c
-        )
-
-    def at(self, damping: float) -> PowerSolver:
-        return PowerSolver(self.to_power(-1.0, damping), self.graft)
-
-    def fine(self) -> Tensor:
-        return self.finite
-
-    def spectrum(
-        self, damping: float | None
-    ) -> tuple[float, float, float | None]:
-        trace = float((self.G.trace * self.A.trace).sum())
-        largest = float((self.G.s.amax(1) * self.A.s.amax(1)).max())
-        mean = float(self.G.average * self.A.average) if self.relative else 1.0
-        return largest, trace, None if damping is None else damping * mean
+        least = self.least(damping) ** 0.5
+        G, mean_G = self.G.powers(self.power, self.noise, least)
+        A, mean_A = self.A.powers(self.power, self.noise, least)
+        mean = (mean_G * mean_A).mean()  # P's, over all groups
+        w_G, c_G = _relative(G**exponent)
+        w_A, c_A = _relative(A**exponent)
+        c = c_G * c_A / mean**exponent
+        return KroneckerPower(self.G.V, self.A.V, w_G.mT, w_A, c)
 
 
-def _relative(
-    factor: Factor, kept: Tensor, others: Tensor
-) -> tuple[Tensor, Tensor]:
-    """w and c of c(I + V diag(w) Vᵀ); where V is square there are no others: c = 1."""
-    others = torch.ones_like(others) if factor.whole else others
-    return kept / others[:, None] - 1, others
+def _relative(e: Tensor) -> tuple[Tensor, Tensor]:
+    """w and c of c(I + V diag(w) Vᵀ), from V's eigenvalues and the one of all others (h, r + 1)."""
+    kept, c = e[:, None, :-1], e[:, None, -1:]
+    return kept / c - 1, c
+
+
+class Kronecker(Metric):
+    """P alone, or the base of low rank.
+
+    `base_rank` leading directions are kept of each factor, all others being one constant.
+    """
+
+    curvature: Curvature
+
+    def __init__(self, curvature: Curvature) -> None:
+        self.curvature = curvature
+        self.decay = curvature.averaging
+        self.options: dict[str, Any] = {
+            "power": float(curvature.power),
+            "relative": curvature.relative_damping,
+            "graft": curvature.grafts,
+        }
+
+    def accepts(self, state: Any, shape: Shape) -> State | None:
+        if not isinstance(state, PowerState):
+            return None
+        if state.power != self.options["power"]:
+            return None
+        return replace(state, **self.options)
+
+    def init(self, layer: LayerRefresh, team: Team) -> State:
+        """δC + (1 − δ)C_new from the captures of all ranks."""
+        if layer.plan.base == "diagonal":
+            return self._diagonal(layer, team)
+        return self._factored(layer, team)
+
+    def _factored(self, layer: LayerRefresh, team: Team) -> KroneckerState:
+        old, draw = layer.previous, layer.generator("base")
+        seen_G = Moment(layer.U.outputs(), team, 1 / team.size)
+        seen_A = inputs(layer.U, team, draw.initial_seed())
+        rank, decay = self.curvature.base_rank, self.decay
+        G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
+        A = updated(getattr(old, "A", None), seen_A, rank, decay, draw)
+        return KroneckerState(G, A, noise(layer.precision), **self.options)
+
+    def _diagonal(self, layer: LayerRefresh, team: Team) -> DiagonalState:
+        v = layer.U.row_norms() / team.size
+        team.sum_([v], WHAT)
+        old = getattr(layer.previous, "v", None)
+        if old is not None:
+            v = old.lerp(v, 1 - self.decay)
+        return DiagonalState(v, **self.options)
+
+
+COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
+SAMPLES = 16  # and of at least so many samples
+
+
+def inputs(U: Operator, team: Team, seed: int = 0) -> Moment:
+    """C_A of so many samples, evenly spread, that it has COLUMNS for each row.
+
+    Positions of an image are many and alike, and their second moment would cost more than the layer
+    itself. Samples are left out rather than positions, of which those at the border would lose
+    their share. The seed says which sample is the first; in float64 all are taken.
+    """
+    exact = U.dtype == torch.float64
+    spare = 1 if exact else U.samples * U.kappa // (COLUMNS * U.shape[2])
+    every = max(1, min(spare, U.samples // SAMPLES))
+    X = U.inputs(slice(seed % every, None, every))
+    scale = U.kappa / max(1, X.shape[2])  # Σ over positions, mean over samples
+    return Moment(X, team, scale / team.size)
 
 
 @dataclass(frozen=True)
@@ -248,7 +286,7 @@ class KroneckerInverse:
     A: Tensor  # (n_A, n_A)
 
     def __call__(self, g: Tensor) -> Tensor:
-        return (self.G @ g.view(len(self.G), len(self.A)) @ self.A).reshape(-1)
+        return (self.G @ g.view(-1, len(self.A)) @ self.A).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -268,9 +306,8 @@ class TikhonovState(State):
         """(G + √λ/π I)⁻¹ and (A + π√λ I)⁻¹."""
         mean_G, mean_A = self.G.diagonal().mean(), self.A.diagonal().mean()
         pi = (mean_A / mean_G).sqrt()
-        pi = torch.where(
-            pi.isfinite() & (pi > 0), pi, 1.0
-        )  # no gradients, no inputs
+        usable = pi.isfinite() & (pi > 0)  # no gradients, no inputs
+        pi = torch.where(usable, pi, 1.0)
         root = damping**0.5
         return KroneckerInverse(
             shifted_inverse(self.G, root / pi),
@@ -280,44 +317,25 @@ class TikhonovState(State):
 
 def shifted_inverse(M: Tensor, shift: Tensor) -> Tensor:
     """(M + shift·I)⁻¹; a shift lost in rounding grows until a factorization exists."""
-    eye = torch.eye(len(M), dtype=M.dtype, device=M.device)
+    eye = torch.ones_like(M[0]).diag()
     for _ in range(SHIFTS):
         L, info = torch.linalg.cholesky_ex(M + shift * eye)
         if not info:
             inverse = torch.cholesky_inverse(L)
-            if bool(inverse.isfinite().all()):
+            if inverse.isfinite().all():
                 return inverse
         shift = torch.maximum(10 * shift, torch.finfo(M.dtype).eps * M.trace())
     return eye / shift
 
 
 @dataclass(frozen=True)
-class Kronecker(Metric):
-    """P alone, or the base of low rank.
+class Tikhonov(Metric):
+    """K-FAC's metric, of single layers with one group."""
 
-    `rank` leading directions are kept of each factor, all others being one constant.
-    """
+    decay: float = 0.95
 
-    power: float = 0.5
-    rank: int = 128
-    decay: float = 0.8
-    relative: bool = True
-    graft: bool = True
-    damp: Damp = "floor"
-
-    curvature: Curvature | None = None  # that it was made from
-
-    @classmethod
-    def of(cls, c: Curvature) -> Kronecker:
-        """The metric alone that a curvature of rank 0 describes."""
-        own = (
-            float(c.power),
-            c.base_rank,
-            c.averaging,
-            c.relative_damping,
-            c.grafts,
-        )
-        return cls(*own, curvature=c)
+    per_sample = False
+    makes = TikhonovState
 
     def plan(
         self,
@@ -325,21 +343,12 @@ class Kronecker(Metric):
         budget: int | None = None,
         pooled: bool = False,
     ) -> list[Plan]:
-        if self.curvature is None:
-            return [
-                Plan(d.based(self.rank), "merged", 0, "dense factors")
-                for d in dims
-            ]
-        return plan(dims, self.curvature, budget, pooled)
-
-    @property
-    def per_sample(self) -> bool:  # type: ignore[override]
-        return self.damp == "floor"
+        return [
+            Plan(d.based(max(d.shape)), "merged", 0, "dense factors")
+            for d in dims
+        ]
 
     def refuses(self, site: Site) -> str | None:
-        """Dense factors are for single layers with one group."""
-        if self.damp == "floor":
-            return None
         module = site.members[0].module
         if len(site.members) > 1:
             return "layers that share a parameter"
@@ -347,73 +356,9 @@ class Kronecker(Metric):
             return type(module).__name__
         return "grouped convolution" if site.segments[0].shape[0] > 1 else None
 
-    def accepts(self, state: Any, shape: Shape) -> State | None:
-        dense = self.damp == "tikhonov"
-        kinds = (TikhonovState,) if dense else (KroneckerState, DiagonalState)
-        if not isinstance(state, kinds) or not state.fits(shape):
-            return None
-        if isinstance(state, TikhonovState):
-            return state
-        if state.power != self.power:
-            return None
-        return replace(state, relative=self.relative, graft=self.graft)
-
     def init(self, layer: LayerRefresh, team: Team) -> State:
-        """δC + (1 − δ)C_new from the captures of all ranks."""
-        old = layer.previous
-        if self.damp == "tikhonov":
-            return self._dense(layer, old)
-        if layer.plan.base == "diagonal":
-            return self._diagonal(layer, old, team)
-        return self._factored(layer, old, team)
-
-    def _factored(
-        self, layer: LayerRefresh, old: Any, team: Team
-    ) -> KroneckerState:
-        seen_G = outputs(layer.U, team)
-        draw = layer.generator("base")
-        seen_A = inputs(layer.U, team, draw.initial_seed())
-        fine = (
-            seen_G.trace.isfinite() & seen_A.trace.isfinite()
-        )  # both sides or none
-        known = old is not None and old.base == "kronecker"
-        G = self._side(seen_G, old.G if known else None, draw, fine)
-        A = self._side(seen_A, old.A if known else None, draw, fine)
-        precision = noise(layer.precision)
-        options = self.power, precision, self.relative, self.graft
-        return KroneckerState(G, A, *options, fine.all())
-
-    def _side(
-        self,
-        seen: Moment,
-        old: Factor | None,
-        draw: torch.Generator,
-        fine: Tensor,
-    ) -> Factor:
-        h, n, _ = seen.X.shape
-        alike = old is not None and old.V.shape == (h, n, min(self.rank, n))
-        before = old if alike else None
-        return updated(before, seen, self.rank, self.decay, draw, fine)
-
-    def _diagonal(
-        self, layer: LayerRefresh, old: Any, team: Team
-    ) -> DiagonalState:
-        v = layer.U.row_norms() / _pooled(team)
-        if team.pools:
-            team.sum_([v], "adding up a base")
-        known = (
-            old is not None
-            and old.base == "diagonal"
-            and old.v.shape == v.shape
-        )
-        fine = v.isfinite().all()
-        before = old.v if known else v
-        mixed = self.decay * before + (1 - self.decay) * v
-        v = torch.where(fine, mixed, before if known else 0)
-        return DiagonalState(v, self.power, self.relative, self.graft, fine)
-
-    def _dense(self, layer: LayerRefresh, old: Any) -> TikhonovState:
         """K-FAC's moments: A is summed over positions, G is their mean."""
+        old: Any = layer.previous
         X, Y = layer.U.inputs()[0], layer.U.outputs()[0]  # (n_A, N), (n_G, N)
         # Float32, though a GPU keeps captures of autocast in bfloat16.
         A = product(X, X.T) / layer.samples
@@ -421,31 +366,6 @@ class Kronecker(Metric):
         if old is not None:
             G, A = old.G.lerp(G, 1 - self.decay), old.A.lerp(A, 1 - self.decay)
         return TikhonovState(G, A)
-
-
-def _pooled(team: Team) -> int:
-    """How many ranks' samples become one curvature."""
-    return team.size if team.pools else 1
-
-
-def outputs(U: Operator, team: Team) -> Moment:
-    """C_G of all that was captured; G_i carries 1/√ϱ."""
-    return Moment(U.outputs(), team, 1 / _pooled(team))
-
-
-def inputs(U: Operator, team: Team, seed: int = 0) -> Moment:
-    """C_A of so many samples, evenly spread, that it has COLUMNS for each row.
-
-    Positions of an image are many and alike, and their second moment would cost more than the layer
-    itself. Samples are left out rather than positions, of which those at the border would lose
-    their share. The seed says which sample is the first; in float64 all are taken.
-    """
-    exact = U.dtype == torch.float64
-    spare = 1 if exact else U.samples * U.kappa // (COLUMNS * U.shape[2])
-    every = max(1, min(spare, U.samples // SAMPLES))
-    X = U.inputs(slice(seed % every, None, every))
-    scale = U.kappa / max(1, X.shape[2])  # Σ over positions, mean over samples
-    return Moment(X, team, scale / _pooled(team))
 
 
 NO_CURVATURE = "form='plain': no curvature"

@@ -95,10 +95,10 @@ class LowRank(Metric):
     curvature: Curvature
 
     def __init__(self, curvature: Curvature) -> None:
-        self.curvature = c = curvature
-        base = Kronecker(float(c.power), c.base_rank, c.averaging)
-        self.base = base if c.base == "kronecker" else None
-        self.reduces = self.base is None  # a base is made of all factors
+        self.curvature = curvature
+        based = curvature.base == "kronecker"
+        self.base = Kronecker(curvature) if based else None
+        self.reduces = not based  # a base is made of all factors
 
     def keep(self, U: Operator, dims: Dims, generator: Draw) -> Operator:
         """The smaller of columns and factors, or reduced factors if asked for."""

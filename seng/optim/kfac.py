@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from seng.checks import check_number, check_period
 from seng.layers.sites import is_sharded
-from seng.metrics.kronecker import Kronecker
+from seng.metrics.kronecker import Tikhonov
 from seng.optim.preconditioned import Preconditioned
 from seng.optim.settings import Settings
 
@@ -68,10 +68,8 @@ class KFAC(Preconditioned):
             "maximize": maximize,
         }
         super().__init__(params, module, defaults)
-        metric = Kronecker(
-            power=1.0, decay=decay, graft=False, damp="tikhonov"
-        )
-        self._build(Settings(metric, refresh_every, name="KFAC"))
+        settings = Settings(Tikhonov(decay), refresh_every, name="KFAC")
+        self._build(settings)
 
     def _build(self, settings: Settings, curvature: Any = None) -> None:
         if (
