@@ -1495,7 +1495,7 @@ def test_steps_on_the_gpu_are_those_of_the_cpu(
         train_on(model, opt, 10)
         ends.append(moved(model))
     assert naive.relative_error(ends[1], ends[0]) < close
-    assert opt.engine.cache.plan.others.graph is not None
+    assert opt.engine.cache.plan.others.replay.graph is not None
     if (
         not rank or not decay
     ):  # a basis that is averaged has other shapes at first

@@ -325,7 +325,7 @@ def _transposed_rows(
     if name == "bias":
         return _as_rows(layer, name, p)
     p = p.unflatten(0, (layer.groups, -1))  # (h, in/h, out/h, *kernel)
-    return p.flip(*range(3, p.dim())).transpose(1, 2).flatten(2)
+    return p.flip([*range(3, p.dim())]).transpose(1, 2).flatten(2)
 
 
 def _from_transposed_rows(
@@ -335,7 +335,7 @@ def _from_transposed_rows(
         return d.flatten()
     inputs = layer.in_channels // layer.groups
     d = d.unflatten(2, (inputs, *layer.kernel_size)).transpose(1, 2)
-    return d.flip(*range(3, d.dim())).flatten(0, 1)
+    return d.flip([*range(3, d.dim())]).flatten(0, 1)
 
 
 def _embedding(

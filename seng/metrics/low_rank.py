@@ -127,7 +127,7 @@ class LowRank(Metric):
         if not isinstance(state, LowRankState) or not state.fits(shape):
             return None
         power = getattr(state.P, "power", None)  # None: no base
-        if power != getattr(self.base, "power", None):
+        if power != (c.power if self.base else None):
             return None
         return replace(state, relative=c.relative_damping, graft=c.grafts)
 
