@@ -1,6 +1,5 @@
 """A refresh of one layer from a given U, without a network: what tests of the metrics start from."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ def layer_refresh(
         precision=U.dtype,
         half=half,
         generator=lambda *_: torch.Generator().manual_seed(seed),
-        timer=nullcontext(),
         basis=lambda Y: Merged.of(Y, U.shape),
     )
 

@@ -13,10 +13,9 @@ module's output goes backward for the curvature alone (`seng.layers.fisher`).
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,48 +27,6 @@ from seng.layers.capture import Capture, loss_scale
 from seng.layers.fisher import Fisher, Loss, Observer, output_of, seeds
 from seng.layers.sites import Segments, Site, differs
 from seng.linalg.operators import HALF, Operator, added, stacked
-
-
-class Timer:
-    """Seconds spent inside `with timer:`, added up; inside of itself it does nothing.
-
-    On a GPU by events, so that nothing waits until they are read.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.now: Callable[[], Any] = (
-            _event if self.cuda else time.perf_counter
-        )
-        self.marks: list[tuple[Any, Any]] = []
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-        if self.depth == 1:
-            self.start = self.now()
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            self.marks.append((self.start, self.now()))
-
-    @property
-    def seconds(self) -> float:
-        total = 0.0
-        for start, end in self.marks:
-            if self.cuda:
-                end.synchronize()
-                total += start.elapsed_time(end) / 1000
-            else:
-                total += end - start
-        return total
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 @dataclass
@@ -143,8 +100,6 @@ class Samples:
         self.half: set[int] = set()  # sites captured in half precision
         self.columns = 0  # ϱ, the number of U's columns; known when settled
         self.device = sites[0].lead.device if sites else torch.device("cpu")
-        self.together = Timer(self.device)  # a GPU refreshes all at once
-        self.timers: dict[int, Timer] = {}  # of the sites' refreshes
 
     def __len__(self) -> int:
         return len(self.backwards)
@@ -209,15 +164,6 @@ class Samples:
         ]
         captured = [p.U.values for p in pieces if p.U is not None]
         return not grads or any(values.any() for values in captured)
-
-    def timer(self, index: int) -> Timer:
-        """The clock of a site's refresh."""
-        device = self.sites[index].lead.device
-        if device.type == "cuda":
-            return self.together
-        if index not in self.timers:
-            self.timers[index] = Timer(device)
-        return self.timers[index]
 
     def look(self, index: int) -> Look:
         """What was captured of a site."""
@@ -350,8 +296,7 @@ class Collector(Capture):
             return
         if g.dtype in HALF:
             samples.half.add(index)
-        clock = nullcontext() if g.is_cuda else samples.timer(index)
-        with clock, torch.autocast(g.device.type, enabled=False):
+        with torch.autocast(g.device.type, enabled=False):
             if not member.kind.whole_batch:
                 a, g = a[:room], g[:room]
             # BatchNorm's rule needs to know the mode that the forward ran in.

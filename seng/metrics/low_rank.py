@@ -150,9 +150,8 @@ class LowRank(Metric):
         """Each U over its base and in its planned form, with the Gram of ΩU."""
         found = []
         for layer in layers:
-            with layer.timer:
-                d = self._whitened(layer, team)
-                found.append(d if team.pools else self._sketched(d, run))
+            d = self._whitened(layer, team)
+            found.append(d if team.pools else self._sketched(d, run))
         return self._pooled(found, team) if team.pools else found
 
     def _whitened(self, layer: LayerRefresh, team: Team) -> Draft:
@@ -227,9 +226,8 @@ class LowRank(Metric):
         leading = self.leading(drafts, widths, run)
         for i, (largest, values, V) in enumerate(leading):
             d = replace(drafts[i], top=largest)
-            with d.layer.timer:
-                # Each U is let go of as soon as its basis is there.
-                drafts[i] = _basis(d, values, V, run) if d.width else d
+            # Each U is let go of as soon as its basis is there.
+            drafts[i] = _basis(d, values, V, run) if d.width else d
 
     def averaging(self, drafts: Sequence[Draft]) -> list[int]:
         """The places of those with a last basis to be averaged with."""
@@ -239,16 +237,14 @@ class LowRank(Metric):
         """δM_old + (1 − δ)M_new, at most `rank` directions."""
         places = self.averaging(drafts)
         for i in places:
-            with drafts[i].layer.timer:
-                drafts[i] = self._stacked(drafts[i])
+            drafts[i] = self._stacked(drafts[i])
         stacks = [drafts[i] for i in places]
         widths = [d.layer.plan.rank for d in stacks]
         leading = self.leading(stacks, widths, run)
         for i, (largest, _, V) in zip(places, leading, strict=True):
             d = drafts[i]
-            with d.layer.timer:
-                U = d.old.mixed(d.U, V)
-                drafts[i] = replace(d, U=U, gram=U.gram(), top=largest)
+            U = d.old.mixed(d.U, V)
+            drafts[i] = replace(d, U=U, gram=U.gram(), top=largest)
 
     def _stacked(self, d: Draft) -> Draft:
         """√δ·U_old, in the coordinates of the new P, beside √(1−δ)·U; the Gram of both."""

@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Literal
 
@@ -316,7 +315,6 @@ class LayerRefresh:
     precision: torch.dtype  # the least in which gradients were computed
     half: bool  # whether a basis may be kept in half precision
     generator: Draw  # the same on all ranks
-    timer: AbstractContextManager[None]
     basis: Callable[
         [Tensor], Operator
     ]  # Y (k, n) -> U = Yᵀ, spread as the layer is
@@ -425,11 +423,7 @@ class Metric(ABC):
         self, layers: Sequence[LayerRefresh], team: Team, run: Run = directly
     ) -> list[State]:
         """The states of all layers."""
-        out = []
-        for layer in layers:
-            with layer.timer:
-                out.append(self.init(layer, team))
-        return out
+        return [self.init(layer, team) for layer in layers]
 
     def solvers(
         self,

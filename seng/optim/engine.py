@@ -35,6 +35,7 @@ from seng.optim.step_plan import (
     LayerRecord,
     Refresh,
     StepPlan,
+    Timer,
     compare,
     plan_of,
 )
@@ -48,6 +49,7 @@ class Engine:
     """The curvature of a module, refreshed every `refresh_every` steps."""
 
     collector: Collector
+    timer: Timer  # of the last refresh
 
     def __init__(
         self, module: nn.Module, params: Params, settings: Settings
@@ -253,13 +255,13 @@ class Engine:
 
     def _note(self, plan: StepPlan, grads: Gradients, ds: Gradients) -> None:
         """What diagnostics will tell of this refresh."""
-        refreshed, self.cache.refreshed = self.cache.refreshed, []
+        steps, refreshed = self.clock.steps, self.cache.refreshed
+        self.cache.refreshed = []
         for record in plan.solves:
             if record.index in refreshed:
                 g, d = record.gather(grads), record.gather(ds)
-                timer = self.collector.samples.timer(record.index)
                 compared = compare(g, d, record.site)
-                record.refresh = Refresh(self.clock.steps, timer, compared)
+                record.refresh = Refresh(steps, self.timer, compared)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def advance(self, dampings: Dampings) -> None:
@@ -287,7 +289,8 @@ class Engine:
         ):  # what was not reached is of another whole
             for record in self.records:
                 record.state = record.state if record.index in layers else None
-        with samples.together:
+        self.timer = Timer(self.device)
+        with self.timer:
             states = self.metric.refresh(
                 list(layers.values()), self.strategy.team, self.recorder
             )

@@ -117,7 +117,6 @@ def _layer(
         precision=torch.bfloat16 if seen.half else site.dtype,
         half=seen.half and single and harmless and not exact,
         generator=partial(engine.generator, i),
-        timer=samples.timer(i),
         basis=partial(_basis, site, active),
     )
 

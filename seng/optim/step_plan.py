@@ -9,6 +9,7 @@ of a layer from refresh to refresh.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from seng.distributed.sharded import holders
 from seng.distributed.team import ALONE
 from seng.gpu.recorder import settle
-from seng.layers.samples import Timer
 from seng.layers.sites import Segments, Site
 from seng.metrics.metric import Metric, State
 from seng.metrics.woodbury import Pool, woodbury
@@ -112,12 +112,39 @@ def plan_of(
     return GpuPlan(solves, grads, updates)
 
 
+class Timer:
+    """The seconds of `with timer:`; on a GPU by events, so that nothing waits until they are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def __enter__(self) -> None:
+        self.start = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        self.end = self._now()
+
+    @property
+    def seconds(self) -> float:
+        if not self.cuda:
+            return float(self.end - self.start)
+        self.end.synchronize()
+        return float(self.start.elapsed_time(self.end)) / 1000
+
+
 @dataclass(frozen=True)
 class Refresh:
     """What one refresh of one layer leaves for the record."""
 
     step: int
-    timer: Timer
+    timer: Timer  # of all layers
     compared: Tensor  # cos(g, d) and ‖d‖/‖g‖ at that step
 
 
