@@ -1,1 +1,1 @@
-"""CUDA graphs, Triton kernels and staging: an accelerator for the other rooms."""
+"""CUDA graphs and Triton kernels: an accelerator for the other rooms."""

@@ -29,8 +29,7 @@ from seng.gpu.kernels import (
     TYPES,
     WORK,
 )
-from seng.gpu.recorder import Replay
-from seng.gpu.staging import send
+from seng.gpu.recorder import Replay, send
 
 HYPER = (
     "lr",

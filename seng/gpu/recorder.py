@@ -233,6 +233,18 @@ def settle(old: Any, new: Any) -> Any:
     return old
 
 
+def send(
+    numbers: Tensor, device: torch.device, to: Tensor | None = None
+) -> Tensor:
+    """`numbers` of the host on a device that is not waited for; in `to`, if it has their shape."""
+    if device.type != "cuda":
+        return numbers.to(device)
+    staged = numbers.pin_memory()
+    if to is None or to.shape != staged.shape:
+        to = torch.empty_like(staged, device=device)
+    return to.copy_(staged, non_blocking=True)
+
+
 def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy into the first of each pair the second, all of one type at once."""
     kinds: defaultdict[object, list[tuple[Tensor, Tensor]]] = defaultdict(list)

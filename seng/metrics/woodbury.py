@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seng.gpu.recorder import Run, directly
-from seng.gpu.staging import send
+from seng.gpu.recorder import Run, directly, send
 from seng.linalg.numerics import deviation, eigh, inverse, widest
 from seng.linalg.operators import Operator, Shape
 from seng.linalg.sketch import IDENTITY, Omega
