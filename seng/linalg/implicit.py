@@ -36,7 +36,8 @@ class Factored(Operator):
 
     form = "implicit"
     values = property(attrgetter("G"))
-    pairs: ClassVar[Any]  # () -> Pairs
+    pairs: ClassVar[Any]  # () -> Pairs, of U/scale
+    scale: float = 1.0
 
     def slabs(self, dtype: torch.dtype) -> Slabs:
         h, n_G, _ = self.shape
@@ -47,6 +48,7 @@ class Factored(Operator):
                 X = _columns(G, A[..., i : i + width], dtype)
                 start = first + i * step
                 stop = start + X.shape[3] * step
+                X = X if self.scale == 1 else X.mul_(self.scale)
                 yield (..., slice(start, stop, step)), X
 
     def smaller(self) -> Operator:
@@ -245,10 +247,6 @@ class Windows(Factored):
 
     def scaled(self, scale: float | Tensor) -> Self:
         return replace(self, scale=self.scale * float(scale))
-
-    def slabs(self, dtype: torch.dtype) -> Slabs:
-        for place, X in super().slabs(dtype):
-            yield place, X if self.scale == 1 else X.mul_(self.scale)
 
     def gram(self) -> Tensor:
         unscaled = replace(self, scale=1.0)

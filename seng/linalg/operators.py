@@ -74,6 +74,7 @@ class Operator:
 
     values: ClassVar[Tensor]  # the tensor that holds gradients: U, G or Y
     shape: ClassVar[Any]  # (h, n_G, n_A): a block's vector is a stack
+    kappa: ClassVar[Any] = 1  # κ, positions per sample
     basis: ClassVar[Any] = None  # Y (ϱ, n) and scale, if U = scale·Yᵀ is kept
 
     # What two operators must agree in for their tensors to be joined:
@@ -87,11 +88,6 @@ class Operator:
     def samples(self) -> int:
         """ϱ, the number of columns."""
         return int(self.values.shape[self.sample_dim])
-
-    @property
-    def kappa(self) -> int:
-        """κ, positions per sample."""
-        return 1
 
     @property
     def n(self) -> int:

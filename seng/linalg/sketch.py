@@ -202,9 +202,7 @@ class LeverageRows(_Flat):
         p = norms.double()
         p = torch.where(p.sum() > 0, p, 1.0)
         upto = p.cumsum(0)
-        at = torch.rand(
-            self.q, generator=generator, device=p.device, dtype=p.dtype
-        )
+        at = p.new_empty(self.q).uniform_(generator=generator)
         # torch.multinomial stops at 2²⁴ rows. A GPU's cumulative sum may rise by rounding where
         # p is 0: the largest row catches it.
         index = torch.searchsorted(upto, at * upto[-1], right=True)
@@ -242,13 +240,8 @@ class Gaussian(_Flat):
     def draw(
         self, U: Operator, generator: Generator, add: Any = None
     ) -> Omega:
-        matrix = torch.randn(
-            (self.q, U.n),
-            generator=generator,
-            device=generator.device,
-            dtype=U.values.dtype,
-        )
-        return Dense(matrix / self.q**0.5)
+        matrix = U.values.new_empty(self.q, U.n)
+        return Dense(matrix.normal_(0, self.q**-0.5, generator=generator))
 
 
 @dataclass(frozen=True)
@@ -291,6 +284,4 @@ def _uniform(
         every = torch.randperm(n, generator=generator, device=generator.device)
         index = every[:q]
     scale = (n / len(index)) ** 0.5
-    return RowSample(
-        index, torch.full_like(index, scale, dtype=U.values.dtype)
-    )
+    return RowSample(index, U.values.new_full(index.shape, scale))
