@@ -120,7 +120,7 @@ def _omega(team: Team, share: Share, sketch: Sketch | None) -> Omega:
     if sketch.covers(share.U.shape):
         return IDENTITY
     add = partial(team.sum_, what="adding up row norms")
-    return sketch.draw_alike(share.U, share.generator(), add)
+    return sketch.draw(share.U, share.generator(), add)
 
 
 def _leading(Xi: Tensor, k: int, generator: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from seng.distributed.team import Team
 from seng.layers.sites import Segments, Site, is_sharded, like, local, spread
-from seng.linalg.operators import Explicit, Merged, Operator
+from seng.linalg.operators import Merged, Operator
 
 
 def check_placements(
@@ -62,8 +62,8 @@ def holders(p: Any) -> Team:
 
 
 @dataclass(frozen=True)
-class Sharded(Explicit):
-    """A basis U (n of this rank, k), of which each rank has its own rows.
+class Sharded(Merged):
+    """A basis Y (k, n of this rank), of which each rank has its own columns.
 
     `rmv` is this rank's part of Uᵀz: the sum over ranks is sent for all layers at once.
     """
@@ -76,16 +76,9 @@ class Sharded(Explicit):
 
     def across(self, other: Sharded) -> Tensor:
         """UᵀV of another V."""
-        out = self.U.T @ other.U
+        out = super().across(other)
         self.team.sum_([out], "a Gram of spread parameters")
         return out
-
-    def gram(self) -> Tensor:
-        return self.across(self)
-
-    def mixed(self, other: Sharded, W: Tensor) -> Sharded:
-        """[U, V]W of another V."""
-        return replace(self, U=torch.cat([self.U, other.U], 1) @ W)
 
     def halved(self) -> Sharded:
         return self
@@ -95,7 +88,8 @@ def parts_of(U: Sharded, params: Sequence[Tensor]) -> list[Tensor]:
     """A basis as one DTensor (*shape, k) per parameter: checkpoints can spread them anew."""
     k, own = U.samples, [local(p) for p in params]
     out = []
-    pieces = U.U.split([part.numel() for part in own])
+    basis = U.explicit().U
+    pieces = basis.split([part.numel() for part in own])
     for rows, part, p in zip(pieces, own, params, strict=True):
         out.append(like(rows.reshape(*part.shape, k), p, k))
     return out
@@ -109,8 +103,9 @@ def from_parts(
     for t, p in zip(parts, params, strict=True):
         own = local(t) if is_sharded(t) else spread(t.to(p.device), p)
         rows.append(own.reshape(-1, t.shape[-1]))
-    U = torch.cat(rows).to(dtype)
-    return Sharded(U, (1, 1, len(U)), holders(params[0]))
+    Y = torch.cat(rows).to(dtype).T.contiguous()
+    layout = 1, 1, Y.shape[1]
+    return Sharded(Y, Y.new_ones(()), layout, holders(params[0]))
 
 
 def in_use(site: Site, grads: Any) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar, Self
@@ -36,7 +36,8 @@ class Factored(Operator):
 
     form = "implicit"
     values = property(attrgetter("G"))
-    pairs: ClassVar[Any]  # () -> Pairs
+    pairs: ClassVar[Any]  # () -> Pairs, of U/scale
+    scale: float = 1.0
 
     def slabs(self, dtype: torch.dtype) -> Slabs:
         h, n_G, _ = self.shape
@@ -47,6 +48,7 @@ class Factored(Operator):
                 X = _columns(G, A[..., i : i + width], dtype)
                 start = first + i * step
                 stop = start + X.shape[3] * step
+                X = X if self.scale == 1 else X.mul_(self.scale)
                 yield (..., slice(start, stop, step)), X
 
     def smaller(self) -> Operator:
@@ -187,23 +189,6 @@ class Independent(Implicit):
 MANY = 16  # channels from which moving the input is better than cutting it into windows
 
 
-def windows(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    """What each output position of a convolution sees of x (ϱ, C, …): (ϱ, C·∏kernel, κ)."""
-    d = len(kernel)
-    for i, (size, step, gap) in enumerate(
-        zip(kernel, stride, dilation, strict=True)
-    ):
-        x = x.unfold(2 + i, gap * (size - 1) + 1, step)[..., ::gap]
-    out, places = range(2, 2 + d), range(2 + d, 2 + 2 * d)
-    x = x.permute(0, 1, *places, *out)
-    return x.flatten(2 + d).flatten(1, 1 + d)
-
-
 @dataclass(frozen=True)
 class Windows(Factored):
     """The gradient of a layer's output and its input; a bias adds a row of ones to Â_i."""
@@ -241,8 +226,7 @@ class Windows(Factored):
 
     def _outputs(self) -> Tensor:
         """Ĝ (ϱ, 1, n_G, κ)."""
-        G = self.G.flatten(2)[:, None]
-        return G if self.scale == 1 else G * self.scale
+        return self.G.flatten(2)[:, None] * self.scale
 
     def _inputs(self, taken: slice) -> Tensor:
         """Â (ϱ, 1, n_A, κ)."""
@@ -250,18 +234,19 @@ class Windows(Factored):
         return F.pad(A, (0, 0, 0, 1), value=1.0) if self.bias else A
 
     def _windows(self, taken: slice = ALL) -> Tensor:
-        """Â without the row of ones."""
+        """What each output position sees of the input: Â without the row of ones."""
+        d = len(self.kernel)
         x = self.a[taken]
         x = F.pad(x, self.padding) if any(self.padding) else x
-        A = windows(x, self.kernel, self.stride, self.dilation)
-        return A[:, None]
+        sides = zip(self.kernel, self.stride, self.dilation, strict=True)
+        for i, (size, step, gap) in enumerate(sides, 2):
+            x = x.unfold(i, gap * (size - 1) + 1, step)[..., ::gap]
+        out, places = range(2, 2 + d), range(2 + d, 2 + 2 * d)
+        x = x.permute(0, 1, *places, *out)
+        return x.flatten(2 + d).flatten(1, 1 + d)[:, None]
 
     def scaled(self, scale: float | Tensor) -> Self:
         return replace(self, scale=self.scale * float(scale))
-
-    def slabs(self, dtype: torch.dtype) -> Slabs:
-        for place, X in super().slabs(dtype):
-            yield place, X if self.scale == 1 else X.mul_(self.scale)
 
     def gram(self) -> Tensor:
         unscaled = replace(self, scale=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,26 +22,24 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device)
         return free + cached - torch.cuda.memory_allocated(device)
-    try:
+    free = 4 * 2**30  # of a system that does not say
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         entry = next(line for line in lines if line.startswith("MemAvailable"))
         free = int(entry.split()[1]) * 1024
-    except (OSError, StopIteration):
-        free = 4 * 2**30  # a system that does not say
-    try:  # a container may have less
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        return free if limit == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError):
-        return free
+    with suppress(OSError, ValueError):  # a container may have less; or "max"
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, limit - used)
+    return free
 
 
 def size_of(count: float) -> str:
     """A number of bytes in words, such as "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return (
-                f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-            )
+    unit, digits = "B", 0
+    for larger in ("KiB", "MiB", "GiB"):
+        if count < 1024:
+            break
         count /= 1024
-    raise AssertionError
+        unit, digits = larger, 1
+    return f"{count:.{digits}f} {unit}"

@@ -21,29 +21,23 @@ POWER = 2  # power iterations of the per-sample one
 ITERATIONS = 8  # of a Gram's; they also sort the directions
 SQUARINGS = 10  # even; eigenvalues 1 % apart then differ by a factor e¹⁰
 SMALL = 32  # up to here a GPU's eigh is batched
-JITTER = 1e-12, 1e-8, 1e-4  # of the diagonal's mean, tried in this order
-
-
-def cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
-    """L with LLᵀ = S for each of S (…, m, m), and whether it was found, if need be with jitter."""
-    L, info = linalg.cholesky_ex(S)
-    cpu = S.device.type == "cpu"  # elsewhere a look at `info` would be a wait
-    for jitter in JITTER if cpu else JITTER[-1:]:
-        if cpu and not info.any():
-            break
-        mean = _trace(S) / S.shape[-1]
-        retry, retried = linalg.cholesky_ex(S + jitter * mean * _eye(S))
-        failed = info > 0
-        L = where(failed[..., None, None], retry, L)
-        info = where(failed, retried, info)
-    return L, info == 0
+JITTER = 1e-4  # of the diagonal's mean
 
 
 def inverse(S: Tensor) -> Tensor:
-    """S⁻¹ for each of S (…, m, m), positive definite; nan where no factorization was found."""
-    L, found = cholesky(S)
+    """S⁻¹ for each of S (…, m, m), positive definite, if need be with jitter; nan where no
+    factorization was found.
+    """
+    L, info = linalg.cholesky_ex(S)
+    # Elsewhere a look at `info` would be to wait for the device.
+    if S.device.type != "cpu" or info.any():
+        jitter = JITTER * _trace(S) / S.shape[-1]
+        retry, retried = linalg.cholesky_ex(S + jitter * _eye(S))
+        failed = info > 0
+        L = where(failed[..., None, None], retry, L)
+        info = where(failed, retried, info)
     R = linalg.solve_triangular(L, _eye(S).expand_as(L), upper=False)
-    return where(found[..., None, None], R.mT @ R, nan)
+    return where((info == 0)[..., None, None], R.mT @ R, nan)
 
 
 def _eye(S: Tensor) -> Tensor:
@@ -135,7 +129,7 @@ def spectrum(K: Tensor, width: int, start: Tensor) -> tuple[Tensor, Tensor]:
         values, V = eigh(K)
         return values[..., :width], V[..., :width]
     K = K.to(widest(K))
-    V = start.expand(len(K), *start.shape)
+    V = start
     for _ in range(ITERATIONS):
         V = orthonormal(K @ V)
     V = orthonormal(V)

@@ -74,6 +74,7 @@ class Operator:
 
     values: ClassVar[Tensor]  # the tensor that holds gradients: U, G or Y
     shape: ClassVar[Any]  # (h, n_G, n_A): a block's vector is a stack
+    kappa: ClassVar[Any] = 1  # κ, positions per sample
     basis: ClassVar[Any] = None  # Y (ϱ, n) and scale, if U = scale·Yᵀ is kept
 
     # What two operators must agree in for their tensors to be joined:
@@ -87,11 +88,6 @@ class Operator:
     def samples(self) -> int:
         """ϱ, the number of columns."""
         return int(self.values.shape[self.sample_dim])
-
-    @property
-    def kappa(self) -> int:
-        """κ, positions per sample."""
-        return 1
 
     @property
     def n(self) -> int:
@@ -240,7 +236,7 @@ class Explicit(Operator):
 
     @property
     def basis(self) -> tuple[Tensor, Tensor]:
-        return self.U.T, torch.ones((), dtype=self.dtype, device=self.U.device)
+        return self.U.T, self._empty().fill_(1)
 
     def slabs(self, dtype: torch.dtype) -> Slabs:
         yield (...,), self.U.T.unflatten(1, self.layout).to(dtype)
@@ -279,8 +275,7 @@ class Merged(Operator):
     def of(cls, Y: Tensor, layout: Shape, half: bool = False) -> Self:
         """UUᵀ = YᵀY for Y (k, n)."""
         if not half:
-            one = torch.ones((), dtype=Y.dtype, device=Y.device)
-            return cls(Y, one, layout)
+            return cls(Y, Y.new_ones(()), layout)
         length = torch.linalg.vector_norm(Y)
         smallest = torch.finfo(Y.dtype).tiny
         scale = length.clamp_min_(smallest) / max(1, Y.numel()) ** 0.5
@@ -293,9 +288,6 @@ class Merged(Operator):
 
     def gram(self) -> Tensor:
         return self.across(self)
-
-    def combine(self, V: Tensor) -> Tensor:
-        return product(V.T.to(self.Y.dtype).contiguous(), self.Y) * self.scale
 
     def rmv(self, z: Tensor) -> Tensor:
         return self.scale * (self.Y.to(z.dtype) @ z)
@@ -323,18 +315,13 @@ class Merged(Operator):
 
     def mixed(self, other: Self, W: Tensor) -> Self:
         """[U, V]W of another V, in the precision of V."""
-        k, W = self.samples, W.to(self.dtype)
-        if other.Y.dtype not in HALF:
-            Y = self.combine(W[:k]) + other.combine(W[k:])
-            return self.of(Y, self.layout)
-        scale = torch.maximum(self.scale, other.scale)
-        ours, theirs = (
-            (weights * (U.scale / scale)).T.to(torch.float16).contiguous()
-            for U, weights in ((self, W[:k]), (other, W[k:]))
-        )
-        Y = torch.mm(ours, self.Y.to(torch.float16))
+        k, dtype = self.samples, other.Y.dtype
         # Orthonormal combinations of numbers of size 1 do not overflow.
-        return replace(self, Y=Y.addmm_(theirs, other.Y), scale=scale)
+        scale = torch.maximum(self.scale, other.scale)
+        ours = (W[:k] * (self.scale / scale)).T.to(dtype).contiguous()
+        theirs = (W[k:] * (other.scale / scale)).T.to(dtype).contiguous()
+        Y = torch.mm(ours, self.Y.to(dtype)).addmm_(theirs, other.Y)
+        return replace(self, Y=Y, scale=scale)
 
 
 def added(U: Operator, V: Operator) -> Operator:

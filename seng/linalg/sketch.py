@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from seng.linalg import operators
 from seng.linalg.implicit import Implicit
 from seng.linalg.operators import Explicit, Operator, Shape
-
-Add = Callable[[list[Tensor]], None]
 
 
 class Omega(ABC):
@@ -87,9 +85,8 @@ class KroneckerSample(Omega):
 
     def __call__(self, z: Tensor) -> Tensor:
         """Ξ_z = Ω_G mat(z) Ω_Aᵀ, flattened."""
-        Z = z.reshape(*self.layout, -1)  # (h, n_G, n_A, …)
-        Xi = _along(self.A, _along(self.G, Z, 1), 2).flatten(0, 2)
-        return Xi.reshape(-1, *z.shape[1:])
+        Z = z.unflatten(0, self.layout)  # (h, n_G, n_A, …)
+        return _along(self.A, _along(self.G, Z, 1), 2).flatten(0, 2)
 
     def of(self, U: Operator) -> Operator:
         factors = U.factors()
@@ -109,13 +106,6 @@ class Dense(Omega):
     def __call__(self, z: Tensor) -> Tensor:
         return self.matrix @ z
 
-    def of(self, U: Operator) -> Operator:
-        Xi = self.matrix.new_zeros(len(self.matrix), U.samples)
-        matrix = self.matrix.unflatten(1, U.shape)
-        for place, X in U.slabs(U.dtype):
-            Xi += matrix[:, *place].flatten(1) @ X.flatten(1).T
-        return _columns(Xi)
-
 
 @dataclass(frozen=True)
 class Buckets(Omega):
@@ -131,6 +121,7 @@ class Buckets(Omega):
         return out.index_add_(0, self.bucket, signed)
 
     def of(self, U: Operator) -> Operator:
+        """Slab by slab, as U may be larger than memory."""
         Xi = self.sign.new_zeros(self.q, U.samples)
         bucket, sign = self.bucket.view(U.shape), self.sign.view(U.shape)
         for place, X in U.slabs(U.dtype):
@@ -155,14 +146,13 @@ class Sketch(ABC):
         """The rows that are kept, and the rows that there are, of each thing that is sketched."""
 
     @abstractmethod
-    def draw(self, U: Operator, generator: torch.Generator) -> Omega:
-        """Ω for U, from the generator alone."""
-
-    def draw_alike(
-        self, U: Operator, generator: torch.Generator, add: Add
+    def draw(
+        self, U: Operator, generator: Generator, add: Any = None
     ) -> Omega:
-        """One Ω for [U_1, U_2, …] of several ranks; `add` sums tensors over them in place."""
-        return self.draw(U, generator)
+        """Ω for U, from the generator alone.
+
+        Of several ranks, one Ω for [U_1, U_2, …]: `add` sums tensors over them in place.
+        """
 
     def covers(self, shape: Shape) -> bool:
         """Whether it is as large as what it sketches: then U is taken as it is."""
@@ -189,7 +179,9 @@ class Rows(_Flat):
 
     replacement: bool = False
 
-    def draw(self, U: Operator, generator: torch.Generator) -> Omega:
+    def draw(
+        self, U: Operator, generator: Generator, add: Any = None
+    ) -> Omega:
         return _uniform(self.q, U.n, U, generator, self.replacement)
 
 
@@ -201,20 +193,16 @@ class LeverageRows(_Flat):
     on the rows with p_i > 0.
     """
 
-    def draw(self, U: Operator, generator: torch.Generator) -> Omega:
-        return self.draw_alike(U, generator, lambda norms: None)
-
-    def draw_alike(
-        self, U: Operator, generator: torch.Generator, add: Add
+    def draw(
+        self, U: Operator, generator: Generator, add: Any = None
     ) -> Omega:
         norms = U.row_norms()
-        add([norms])
+        if add is not None:
+            add([norms])
         p = norms.double()
         p = torch.where(p.sum() > 0, p, 1.0)
         upto = p.cumsum(0)
-        at = torch.rand(
-            self.q, generator=generator, device=p.device, dtype=p.dtype
-        )
+        at = p.new_empty(self.q).uniform_(generator=generator)
         # torch.multinomial stops at 2²⁴ rows. A GPU's cumulative sum may rise by rounding where
         # p is 0: the largest row catches it.
         index = torch.searchsorted(upto, at * upto[-1], right=True)
@@ -235,7 +223,9 @@ class KroneckerRows(Sketch):
     def sizes(self, shape: Shape) -> list[tuple[int, int]]:
         return [(self.q_G, shape[1]), (self.q_A, shape[2])]
 
-    def draw(self, U: Operator, generator: torch.Generator) -> Omega:
+    def draw(
+        self, U: Operator, generator: Generator, add: Any = None
+    ) -> Omega:
         G, A = (
             IDENTITY if q >= n else _uniform(q, n, U, generator)
             for q, n in self.sizes(U.shape)
@@ -247,21 +237,20 @@ class KroneckerRows(Sketch):
 class Gaussian(_Flat):
     """Ω_ij ~ N(0, 1/q). Keeps q·n numbers: for small layers and for tests of the theory."""
 
-    def draw(self, U: Operator, generator: torch.Generator) -> Omega:
-        matrix = torch.randn(
-            (self.q, U.n),
-            generator=generator,
-            device=generator.device,
-            dtype=U.values.dtype,
-        )
-        return Dense(matrix / self.q**0.5)
+    def draw(
+        self, U: Operator, generator: Generator, add: Any = None
+    ) -> Omega:
+        matrix = U.values.new_empty(self.q, U.n)
+        return Dense(matrix.normal_(0, self.q**-0.5, generator=generator))
 
 
 @dataclass(frozen=True)
 class CountSketch(_Flat):
     """Each row goes to one of q buckets with a random sign: one pass over U, whatever q."""
 
-    def draw(self, U: Operator, generator: torch.Generator) -> Omega:
+    def draw(
+        self, U: Operator, generator: Generator, add: Any = None
+    ) -> Omega:
         bucket = _integers(self.q, U.n, generator)
         sign = _integers(2, U.n, generator).to(U.values.dtype) * 2 - 1
         return Buckets(bucket, sign, self.q)
@@ -276,7 +265,7 @@ def _along(omega: Omega, X: Tensor, dim: int) -> Tensor:
     return omega(X.movedim(dim, 0)).movedim(0, dim)
 
 
-def _integers(below: int, count: int, generator: torch.Generator) -> Tensor:
+def _integers(below: int, count: int, generator: Generator) -> Tensor:
     device = generator.device
     return torch.randint(below, (count,), generator=generator, device=device)
 
@@ -285,7 +274,7 @@ def _uniform(
     q: int,
     n: int,
     U: Operator,
-    generator: torch.Generator,
+    generator: Generator,
     replacement: bool = False,
 ) -> RowSample:
     """q rows, drawn uniformly of n."""
@@ -295,6 +284,4 @@ def _uniform(
         every = torch.randperm(n, generator=generator, device=generator.device)
         index = every[:q]
     scale = (n / len(index)) ** 0.5
-    return RowSample(
-        index, torch.full_like(index, scale, dtype=U.values.dtype)
-    )
+    return RowSample(index, U.values.new_full(index.shape, scale))

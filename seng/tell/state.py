@@ -148,7 +148,7 @@ def save_record(record: Any, site: Site) -> dict[str, Any]:
         params = [s.param for s in record.active]
         parts = parts_of(state.U, params)
         entry["parts"] = {str(i): part for i, part in enumerate(parts)}
-        state = replace(state, U=Merged.of(state.U.U[:0, :0], (1, 1, 0)))
+        state = replace(state, U=Merged.of(state.U.Y[:0, :0], (1, 1, 0)))
     return entry | pack("state", state, device)
 
 
