@@ -228,8 +228,7 @@ def kind_of(layer: nn.Module) -> Kind | str:
         return kind
     if isinstance(layer, LazyModuleMixin):
         return "its lazy parameters have no shape yet: run one forward pass before building the optimizer"
-    own_forward = type(layer).forward is not kind.type.forward
-    if own_forward or "forward" in vars(layer):
+    if getattr(layer.forward, "__func__", None) is not kind.type.forward:
         return f"{name} has a forward of its own, so the rule of {kind.type.__name__} may not hold: register a rule for it"
     if layer in ARRANGEMENTS and ARRANGEMENTS[layer] is None:
         return ON_REQUEST
@@ -274,17 +273,17 @@ def _conv_transpose(
     g: Tensor,
 ) -> Windows:
     """A transposed convolution is a convolution of the zero-stuffed input with the flipped kernel."""
-    lengths = [
-        (n - 1) * m + 1 for n, m in zip(a.shape[2:], layer.stride, strict=True)
-    ]
-    stuffed = a.new_zeros(*a.shape[:2], *lengths)
+    shape = list(a.shape[:2])
+    pad: list[int] = []
+    for i, k in enumerate(layer.kernel_size):
+        length = (a.shape[2 + i] - 1) * layer.stride[i] + 1
+        reach = layer.dilation[i] * (k - 1)
+        left = reach - int(layer.padding[i])
+        shape.append(length)
+        pad = [left, g.shape[2 + i] + reach - length - left, *pad]
+    stuffed = a.new_zeros(shape)
     places: Any = [slice(None, None, m) for m in layer.stride]
     stuffed[:, :, *places] = a
-    pad: list[int] = []
-    for i, length in enumerate(lengths):
-        reach = layer.dilation[i] * (layer.kernel_size[i] - 1)
-        left = reach - int(layer.padding[i])
-        pad = [left, g.shape[2 + i] + reach - length - left, *pad]
     ones, zeros = (1,) * len(layer.kernel_size), (0,) * len(pad)
     how = layer.kernel_size, ones, zeros, layer.dilation
     return Windows(g, F.pad(stuffed, pad), *how)

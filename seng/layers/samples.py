@@ -179,7 +179,7 @@ class Samples:
     def room(self, backward: Backward) -> int:
         """How many samples of a backward are kept."""
         if self.gated:  # `settle` looks at the limit
-            return UNLIMITED
+            return sys.maxsize
         before = self.total - backward.samples
         return max(0, self.limit - before)
 
@@ -252,9 +252,6 @@ class Samples:
         return stacked(found).scaled(B / max(self.columns, 1) ** 0.5 / scale)
 
 
-UNLIMITED = sys.maxsize
-
-
 class Collector(Capture):
     """Hooks on the layers of some sites, and the samples that they hand over."""
 
@@ -268,7 +265,7 @@ class Collector(Capture):
         fisher: Fisher,
         loss: Loss,
         stream: Callable[[int], int],
-        per_sample: bool = True,
+        per_sample: bool,
     ) -> None:
         self.module = module
         self.keep = keep
@@ -281,7 +278,7 @@ class Collector(Capture):
         observed = fisher != "empirical"
         self.observer = Observer(module, self._observe) if observed else None
         self.forward: Forward | None = None  # that goes backward now
-        most = UNLIMITED if limit is None else limit
+        most = limit or sys.maxsize
         self.fresh = partial(Samples, sites, most, per_sample, observed)
         self.samples = self.fresh()
         super().__init__([member.module for _, member in self.layers])

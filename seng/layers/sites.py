@@ -102,11 +102,10 @@ class Segment:
 
     def back(self, rows: Tensor) -> Tensor:
         """And back."""
-        if self.in_order:
+        back = self.owner.kind.back
+        if back is None:
             return rows.reshape(self.param.shape)
-        kind: Any = self.owner.kind
-        back: Tensor = kind.back(self.owner.module, self.name, rows)
-        return back
+        return back(self.owner.module, self.name, rows)
 
 
 Segments = tuple[Segment, ...]
