@@ -88,7 +88,7 @@ def ours(
     )  # columns are u_i/√ϱ, of a loss that is a mean
     for index, site in enumerate(inspect(opt).sites):
         active = samples.active[index]
-        U = samples.take(index, samples.unit(1 / scale)).explicit().U
+        U = samples.take(index, 1 / scale).explicit().U
         assert U.shape[1] == B
         columns = [site.scatter(active, u) for u in U.T]
         for p in (segment.param for segment in active):

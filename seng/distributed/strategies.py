@@ -109,7 +109,7 @@ class Shared:
         looks = [samples.look(i) for i in range(len(samples.sites))]
         # The hash of floats is the same in every process.
         lam = hash(tuple([dampings[p] for p in params])) % 2**62
-        own = [step, lam, samples.total, len(samples.half)]
+        own = [step, lam, samples.total, int(samples.half)]
         for look in looks:
             own += look.code, look.kappa
         rows, when = [own], f" at step {step}"

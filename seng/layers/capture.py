@@ -23,7 +23,7 @@ import traceback
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ from torch.utils.hooks import RemovableHandle
 
 class Capture:
     """Hooks on `layers`; `receive` is called inside the backward, once per call of a layer."""
+
+    receive: ClassVar[Any]  # (layer, training, aside, task, a, g) -> None
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.armed = False  # whether backwards now are captured
@@ -54,18 +56,6 @@ class Capture:
         self.remove = weakref.finalize(self, _remove, self.handles, 0)
         self.remove.atexit = False
         self.attach()
-
-    def receive(
-        self,
-        layer: int,
-        training: bool,
-        aside: bool,
-        task: int,
-        a: Tensor,
-        g: Tensor,
-    ) -> None:
-        """Take a layer's input and its output's gradient in a backward, `task`."""
-        raise NotImplementedError
 
     def watch(self, armed: bool) -> None:
         """From now on capture backwards, or let them pass."""
@@ -111,7 +101,17 @@ _CAPTURES: weakref.WeakValueDictionary[int, Capture] = (
 )
 
 
-class _Hook:
+class Inert:
+    """A hook that does nothing: what ours become in a copy of their module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing."""
+
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return Inert, ()
+
+
+class _Hook(Inert):
     def __init__(
         self,
         capture: weakref.ref[Capture],
@@ -166,16 +166,6 @@ class _Hook:
         # A view makes it only now; torch's register_hook would crash before.
         _ = tapped.grad_fn
         return tapped
-
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return Inert, ()
-
-
-class Inert:
-    """What a hook becomes in a copy of its module."""
-
-    def __call__(self, *_: Any) -> None:
-        """Do nothing."""
 
 
 def _input(

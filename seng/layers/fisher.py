@@ -75,12 +75,12 @@ def _columns(p: Tensor, loss: Loss) -> Iterator[Tensor]:
             f"which is more than {MOST}: use fisher='sampled'"
         )
     for t, c in itertools.product(range(positions), range(C)):
-        q = flat[:, t]  # (B, C)
         h = torch.zeros_like(flat)
         h[:, t, c] = 1
         if loss == "bernoulli":
-            h[:, t, c] = (q[:, c] * (1 - q[:, c])).sqrt()
+            h *= (flat * (1 - flat)).sqrt()
         elif loss == "cross-entropy":
+            q = flat[:, t]  # (B, C)
             h[:, t] = (h[:, t] - q) * q[:, c, None].sqrt()
         yield m**0.5 * h.view_as(p)
 
@@ -111,7 +111,7 @@ def output_of(out: Any) -> Tensor:
     return f
 
 
-class Observer:
+class Observer(Inert):
     """A forward hook on the whole module, which hands over its output; in a copy of the module it
     does nothing.
     """
@@ -135,6 +135,3 @@ class Observer:
             return
         if not (torch.compiler.is_compiling() or transformed()):
             observe(out)
-
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return Inert, ()

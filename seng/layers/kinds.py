@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.utils import _reverse_repeat_tuple
 from torch.nn.utils.parametrize import ParametrizationList
 
 from seng.linalg.implicit import Implicit, Windows
@@ -73,18 +74,14 @@ class Kind:
     def factored(self) -> bool:
         return self.form is None
 
-    def operator(
-        self,
-        layer: nn.Module,
-        parts: Parts,
-        shape: Shape,
-        a: Tensor,
-        g: Tensor,
-    ) -> Operator:
-        """U of one call of a layer, unscaled: its columns are the captured per-sample gradients."""
+    def gradients(self, layer: nn.Module, a: Tensor, g: Tensor) -> Any:
+        """What the rule makes of one call of a layer, in the precision that it needs."""
         if self.form is None and g.dtype in HALF:
             a = a.to(g.dtype)  # as the layer itself took it
-        return self.build(self.rule(layer, a, g), parts, shape)
+        elif self.form == "explicit":  # sums over many numbers
+            a = a.to(wide(a.dtype))
+            g = g.to(wide(g.dtype))
+        return self.rule(layer, a, g)
 
 
 KINDS: dict[type[nn.Module], Kind] = {}
@@ -150,11 +147,6 @@ def _from_lookup(
     return replace(found, G=_joined(parts, {"weight": found.G}, 2))
 
 
-def _widened(x: Tensor) -> Tensor:
-    """In the precision of sums over its numbers."""
-    return x.to(wide(x.dtype))
-
-
 def _as_rows(layer: Any, name: str, p: Tensor) -> Tensor:
     """weight (n_G, …) and bias (n_G,) -> (h, n_G/h, …)."""
     h = getattr(layer, "groups", 1)
@@ -166,11 +158,9 @@ def _as_row(layer: Any, name: str, p: Tensor) -> Tensor:
     return p.reshape(1, 1, -1)
 
 
-def _registered(
-    kind: type[nn.Module], *how: Any, **more: Any
-) -> Callable[[Rule], Rule]:
+def _registered(kind: type[nn.Module], *how: Any) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
-        KINDS[kind] = Kind(kind, rule, *how, **more)
+        KINDS[kind] = Kind(kind, rule, *how)
         return rule
 
     return register
@@ -192,16 +182,8 @@ def columns(
     """Register a kind whose function gives the per-sample gradient (ϱ, *shape) of each parameter by
     name.
     """
-
-    def register(rule: Rule) -> Rule:
-        def precise(layer: Any, a: Tensor, g: Tensor) -> Any:
-            return rule(layer, _widened(a), _widened(g))
-
-        how = {"form": "explicit", "whole_batch": whole_batch}
-        _registered(kind, _from_columns, features, _as_row, **how)(precise)
-        return rule
-
-    return register
+    how = _from_columns, features, _as_row, None, "explicit"
+    return _registered(kind, *how, whole_batch)
 
 
 Arrange = Callable[[Tensor], Tensor]
@@ -246,8 +228,7 @@ def kind_of(layer: nn.Module) -> Kind | str:
         return kind
     if isinstance(layer, LazyModuleMixin):
         return "its lazy parameters have no shape yet: run one forward pass before building the optimizer"
-    own_forward = type(layer).forward is not kind.type.forward
-    if own_forward or "forward" in vars(layer):
+    if getattr(layer.forward, "__func__", None) is not kind.type.forward:
         return f"{name} has a forward of its own, so the rule of {kind.type.__name__} may not hold: register a rule for it"
     if layer in ARRANGEMENTS and ARRANGEMENTS[layer] is None:
         return ON_REQUEST
@@ -270,30 +251,20 @@ def positions(x: Tensor) -> Tensor:
 def _linear(layer: nn.Linear, a: Tensor, g: Tensor) -> Windows:
     """The same as a convolution of width 1 over the positions."""
     G, A = positions(g).mT, positions(a).mT
-    return Windows(G, A, (1,), (1,), (0, 0), (1,), bias=0)
-
-
-def _padding(layer: _ConvNd) -> list[int]:
-    """The amounts for F.pad, last dimension first."""
-    out: list[int] = []
-    for i in reversed(range(len(layer.kernel_size))):
-        if layer.padding == "same":
-            total = layer.dilation[i] * (layer.kernel_size[i] - 1)
-            out += [total // 2, total - total // 2]
-        else:
-            amount = 0 if layer.padding == "valid" else int(layer.padding[i])
-            out += [amount, amount]
-    return out
+    return Windows(G, A, (1,), (1,), (0, 0), (1,))
 
 
 def _conv(layer: _ConvNd, a: Tensor, g: Tensor) -> Windows:
     """`Windows` pads with zeros: other padding is done here."""
-    padding = tuple(_padding(layer))
+    if isinstance(layer.padding, str):
+        padding = tuple(layer._reversed_padding_repeated_twice)
+    else:
+        padding = _reverse_repeat_tuple(layer.padding, 2)
     if layer.padding_mode != "zeros":
         a = F.pad(a, padding, mode=layer.padding_mode)
         padding = (0,) * len(padding)
     how = layer.kernel_size, layer.stride, padding, layer.dilation
-    return Windows(g, a, *how, bias=0)
+    return Windows(g, a, *how)
 
 
 def _conv_transpose(
@@ -302,18 +273,20 @@ def _conv_transpose(
     g: Tensor,
 ) -> Windows:
     """A transposed convolution is a convolution of the zero-stuffed input with the flipped kernel."""
+    shape = list(a.shape[:2])
     pad: list[int] = []
     for i, k in enumerate(layer.kernel_size):
-        stride, reach = layer.stride[i], layer.dilation[i] * (k - 1)
-        length = (a.shape[2 + i] - 1) * stride + 1
-        behind = [0, 0] * (a.dim() - 3 - i)
-        stuffed = F.pad(a.unsqueeze(3 + i), [*behind, 0, stride - 1])
-        a = stuffed.flatten(2 + i, 3 + i).narrow(2 + i, 0, length)
+        length = (a.shape[2 + i] - 1) * layer.stride[i] + 1
+        reach = layer.dilation[i] * (k - 1)
         left = reach - int(layer.padding[i])
+        shape.append(length)
         pad = [left, g.shape[2 + i] + reach - length - left, *pad]
+    stuffed = a.new_zeros(shape)
+    places: Any = [slice(None, None, m) for m in layer.stride]
+    stuffed[:, :, *places] = a
     ones, zeros = (1,) * len(layer.kernel_size), (0,) * len(pad)
     how = layer.kernel_size, ones, zeros, layer.dilation
-    return Windows(g, F.pad(a, pad), *how, bias=0)
+    return Windows(g, F.pad(stuffed, pad), *how)
 
 
 def _transposed_rows(
@@ -338,6 +311,7 @@ def _from_transposed_rows(
     return d.flip([*range(3, d.dim())]).flatten(0, 1)
 
 
+@_registered(nn.Embedding, _from_lookup, 0, _as_rows, None, "lookup")
 def _embedding(
     layer: nn.Embedding,
     a: Tensor,
@@ -349,9 +323,6 @@ def _embedding(
         padded = tokens == layer.padding_idx
         g = g.masked_fill(padded[..., None], 0)
     return Lookup(tokens.long(), g, layer.num_embeddings)
-
-
-_registered(nn.Embedding, _from_lookup, 0, _as_rows, form="lookup")(_embedding)
 
 
 def _affine(

@@ -68,20 +68,16 @@ class Forward:
     tasks: list[int] = field(default_factory=list)  # its backwards
 
 
-Keep = Callable[[Site, Operator], Operator]
-
-
-@dataclass(frozen=True)
+@dataclass
 class Look:
     """What was captured of one site."""
 
-    captured: bool  # whether a backward reached it
-    count: int  # samples
-    kappa: int  # positions per sample, at most
-    positions: int  # over all samples
-    mismatch: str | None  # why dimension 0 cannot be the sample
+    count: int = 0  # samples
+    kappa: int = 0  # positions per sample, at most
+    positions: int = 0  # over all samples
+    mismatch: str | None = None  # why dimension 0 cannot be the sample
     # For the other ranks: 1 + samples, 0 where not captured, −1 for a mismatch.
-    code: int
+    code: int = 0
 
 
 class Samples:
@@ -97,12 +93,9 @@ class Samples:
         self.forwards: list[Forward] = []
         self.active: dict[int, Segments] = {}
         self.backwards: dict[int, Backward] = {}
-        self.half: set[int] = set()  # sites captured in half precision
+        self.half = False  # whether something was captured in half precision
         self.columns = 0  # ϱ, the number of U's columns; known when settled
         self.device = sites[0].lead.device if sites else torch.device("cpu")
-
-    def __len__(self) -> int:
-        return len(self.backwards)
 
     @property
     def total(self) -> int:
@@ -141,7 +134,7 @@ class Samples:
     def room(self, backward: Backward) -> int:
         """How many samples of a backward are kept."""
         if self.gated:  # `settle` looks at the limit
-            return UNLIMITED
+            return sys.maxsize
         before = self.total - backward.samples
         return max(0, self.limit - before)
 
@@ -167,35 +160,27 @@ class Samples:
 
     def look(self, index: int) -> Look:
         """What was captured of a site."""
-        count, kappa, positions, code = 0, 0, 0, 0
-        mismatch: str | None = None
+        look = Look()
         for backward in self.backwards.values():
             piece = backward.pieces.get(index)
             if piece is None:
                 continue
             if piece.U is not None:
-                count += piece.U.samples
-                positions += piece.positions
-                kappa = max(kappa, piece.kappa)
-                code = 1 + count
-            if self.per_sample and mismatch is None:
-                mismatch = piece.mismatch
-                if mismatch is None and piece.count != backward.samples:
-                    mismatch = differs(piece.count, backward.samples)
-        captured = code > 0
-        if mismatch is not None:
-            code = -1
-        return Look(captured, count, kappa, positions, mismatch, code)
+                look.count += piece.U.samples
+                look.positions += piece.positions
+                look.kappa = max(look.kappa, piece.kappa)
+                look.code = 1 + look.count
+            mismatch = piece.mismatch
+            if mismatch is None and piece.count != backward.samples:
+                mismatch = differs(piece.count, backward.samples)
+            if self.per_sample and mismatch is not None:
+                return Look(mismatch=mismatch, code=-1)
+        return look
 
-    def unit(self, scale: float) -> float:
-        """From captured gradients, which carry `scale`, to the columns u_i/√ϱ."""
-        # What is sent backward for the curvature alone is no mean over the batch.
-        B = 1 if self.gated else self.total
-        return float(B / max(self.columns, 1) ** 0.5 / scale)
+    def take(self, index: int, scale: float) -> Operator:
+        """U (n, ϱ) of a captured site, with the columns u_i/√ϱ; captured gradients carry `scale`.
 
-    def take(self, index: int, unit: float) -> Operator:
-        """U (n, ϱ) of a captured site; its pieces are let go: one U at a time is whole.
-
+        Its pieces are let go: one U at a time is whole.
         Factors in bfloat16 stay so on a GPU, whose products of them are summed up in float32.
         """
         dtype = self.sites[index].dtype
@@ -208,10 +193,9 @@ class Samples:
             halved = U.values.dtype == torch.bfloat16 and U.values.is_cuda
             stays = halved and U.form == "implicit"
             found.append(U if stays else U.to(dtype))
-        return stacked(found).scaled(unit)
-
-
-UNLIMITED = sys.maxsize
+        # What is sent backward for the curvature alone is no mean over the batch.
+        B = 1 if self.gated else self.total
+        return stacked(found).scaled(B / max(self.columns, 1) ** 0.5 / scale)
 
 
 class Collector(Capture):
@@ -223,11 +207,11 @@ class Collector(Capture):
         sites: list[Site],
         *,
         limit: int | None,
-        keep: Callable[[], Keep | None],
+        keep: Callable[[], Any],
         fisher: Fisher,
         loss: Loss,
         stream: Callable[[int], int],
-        per_sample: bool = True,
+        per_sample: bool,
     ) -> None:
         self.module = module
         self.keep = keep
@@ -240,7 +224,7 @@ class Collector(Capture):
         observed = fisher != "empirical"
         self.observer = Observer(module, self._observe) if observed else None
         self.forward: Forward | None = None  # that goes backward now
-        most = UNLIMITED if limit is None else limit
+        most = limit or sys.maxsize
         self.fresh = partial(Samples, sites, most, per_sample, observed)
         self.samples = self.fresh()
         super().__init__([member.module for _, member in self.layers])
@@ -294,8 +278,7 @@ class Collector(Capture):
         piece = backward.called(index, len(a))
         if piece.mismatch is not None and samples.per_sample:
             return
-        if g.dtype in HALF:
-            samples.half.add(index)
+        samples.half |= g.dtype in HALF
         with torch.autocast(g.device.type, enabled=False):
             if not member.kind.whole_batch:
                 a, g = a[:room], g[:room]
@@ -335,8 +318,8 @@ class Collector(Capture):
         f = output_of(out)
         if not f.requires_grad:
             return
-        active = [s for site in self.samples.sites for s in site.active()]
-        params = [s.param for s in active]
+        sites = self.samples.sites
+        params = [s.param for site in sites for s in site.active()]
         if not params:
             return
         seed = self.stream(len(self.samples.forwards))

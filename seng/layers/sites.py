@@ -123,15 +123,13 @@ class Site:
         self.sharded = is_sharded(self.lead)
         names = [m.name or type(m.module).__name__ for m in members]
         self.name = " + ".join(names)
-        forms = {member.kind.form for member in members}
+        forms: list[Any] = [member.kind.form for member in members]
         # Whether one of its layers has factors.
         self.factored = None in forms
         # Whether all have: it is a matrix, or a stack.
-        self.matrix = forms == {None}
-        # That a site without factors keeps.
-        self.own_form: str | None = None
-        if not self.factored:
-            self.own_form = "lookup" if "lookup" in forms else "explicit"
+        self.matrix = not any(forms)
+        # That a site without factors keeps: "lookup" rather than "explicit".
+        self.own_form = None if self.factored else max(forms)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,10 +222,10 @@ class Site:
         self, active: Segments, member: Member, a: Tensor, g: Tensor
     ) -> Operator:
         """U of one call of one layer, unscaled: its columns are the captured per-sample gradients."""
+        kind = member.kind
         parts = [(member.names.get(s.param), s.shape[2]) for s in active]
-        return member.kind.operator(
-            member.module, parts, self.shape(active), a, g
-        )
+        found = kind.gradients(member.module, a, g)
+        return kind.build(found, parts, self.shape(active))
 
 
 def differs(count: int, samples: int) -> str:
@@ -238,9 +236,6 @@ def differs(count: int, samples: int) -> str:
     )
 
 
-Named = tuple[str, nn.Module]
-
-
 def survey(
     module: nn.Module, params: Iterable[nn.Parameter]
 ) -> tuple[list[Site], dict[str, str]]:
@@ -248,23 +243,34 @@ def survey(
     none.
     """
     owned = set(params)
-    inside = {  # an attention does not call its children's forward: nothing is captured there
-        child: name
+    # An attention does not call its children's forward: nothing is captured there.
+    inside = {
+        child: f"nn.MultiheadAttention '{name}' does not call it as a module"
         for name, parent in module.named_modules()
         if isinstance(parent, nn.MultiheadAttention)
-        for child in parent.modules()
-        if child is not parent
+        for child in parent.children()
     }
     sites: list[Site] = []
     reasons: dict[str, str] = {}
-    for shared, layers in _clusters(module, owned):
+    for layers in _clusters(module, owned):
         try:
-            members = [_member(*layer, layers, inside) for layer in layers]
-            sites.append(Site(members, _segments(members, shared)))
-        except NoSiteError as why:
+            members = []
             for name, layer in layers:
-                own = layer.named_parameters(name, recurse=False)
-                reasons |= {key: str(why) for key, p in own if p in owned}
+                kind = inside.get(layer) or kind_of(layer)
+                if not isinstance(kind, Kind):
+                    raise NoSiteError(kind)
+                own = layer.named_parameters(recurse=False)
+                names = {p: key for key, p in own}
+                members.append(Member(name, layer, kind, names))
+            sites.append(Site(members, _segments(members, owned)))
+        except NoSiteError as error:
+            why = str(error)
+            if len(layers) > 1:
+                shared = ", ".join(name for name, _ in layers)
+                why += f" (and they share a parameter: {shared})"
+            for name, layer in layers:
+                named = layer.named_parameters(name, recurse=False)
+                reasons |= {key: why for key, p in named if p in owned}
     return sites, reasons
 
 
@@ -274,48 +280,32 @@ class NoSiteError(Exception):
 
 def _clusters(
     module: nn.Module, owned: set[nn.Parameter]
-) -> list[tuple[set[nn.Parameter], list[Named]]]:
-    """Layers that share parameters, and these parameters."""
-    clusters: list[tuple[set[nn.Parameter], list[Named]]] = []
+) -> list[list[tuple[str, nn.Module]]]:
+    """Layers that share parameters."""
+    clusters: list[Any] = []
     for name, layer in module.named_modules():
-        shared = owned.intersection(layer.parameters(recurse=False))
-        if not shared:
+        params = owned.intersection(layer.parameters(recurse=False))
+        if not params:
             continue
-        touching = [cluster for cluster in clusters if cluster[0] & shared]
-        clusters = [cluster for cluster in clusters if not cluster[0] & shared]
-        layers = [layer for _, layers in touching for layer in layers]
-        params = shared.union(*(params for params, _ in touching))
-        clusters.append((params, [*layers, (name, layer)]))
-    return clusters
+        layers, others = [], []
+        for cluster in clusters:
+            if params.isdisjoint(cluster[0]):
+                others.append(cluster)
+            else:
+                params |= cluster[0]
+                layers += cluster[1]
+        layers.append((name, layer))
+        clusters = [*others, (params, layers)]
+    return [layers for _, layers in clusters]
 
 
-def _member(
-    name: str,
-    layer: nn.Module,
-    layers: Sequence[Named],
-    inside: Mapping[nn.Module, str],
-) -> Member:
-    kind = kind_of(layer)
-    if layer in inside:
-        kind = f"nn.MultiheadAttention '{inside[layer]}' does not call it as a module"
-    if isinstance(kind, Kind):
-        own = layer.named_parameters(recurse=False)
-        return Member(name, layer, kind, {p: key for key, p in own})
-    if len(layers) > 1:
-        names = ", ".join(name for name, _ in layers)
-        kind = f"{kind} (and they share a parameter: {names})"
-    raise NoSiteError(kind)
-
-
-def _segments(
-    members: Sequence[Member], shared: set[nn.Parameter]
-) -> Segments:
+def _segments(members: Sequence[Member], owned: set[nn.Parameter]) -> Segments:
     """The parameters side by side, weights first."""
     found: dict[nn.Parameter, Segment] = {}
     for member in members:
         kind = member.kind
         for p, key in member.names.items():
-            if p not in shared:
+            if p not in owned:
                 continue
             if p.is_complex():
                 raise NoSiteError("complex parameters are not supported")
@@ -324,13 +314,12 @@ def _segments(
                     f"a rule with factors knows a weight and a bias; '{key}' is neither"
                 )
             empty = torch.empty(p.shape, device="meta")
-            h, n_G, width = kind.rows(member.module, key, empty).shape
-            segment = Segment(
-                p, member, key, (h, n_G, width), kind.back is None
-            )
+            rows = kind.rows(member.module, key, empty)
+            shape: Any = tuple(rows.shape)
+            segment = Segment(p, member, key, shape, kind.back is None)
             known = found.setdefault(p, segment)
             first = next(iter(found.values()))
-            if known.shape != segment.shape or first.shape[:2] != (h, n_G):
+            if known.shape != shape or first.shape[:2] != shape[:2]:
                 raise NoSiteError(
                     "it shares a parameter with a layer that lays it out differently"
                 )

@@ -199,7 +199,7 @@ class Windows(Factored):
     stride: tuple[int, ...]
     padding: tuple[int, ...]  # as F.pad takes it
     dilation: tuple[int, ...]
-    bias: int  # 1 where a row of ones follows Â, else 0
+    bias: int = 0  # 1 where a row of ones follows Â, else 0
     scale: float = 1.0  # beside G, which half precision would round
 
     @property

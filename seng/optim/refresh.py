@@ -96,8 +96,8 @@ def _layer(
     record, collector = engine.records[i], engine.collector
     samples, site = collector.samples, record.site
     active = samples.active.setdefault(i, site.active())
-    if look.captured:
-        U = samples.take(i, samples.unit(collector.scale))
+    if look.code:
+        U = samples.take(i, collector.scale)
     else:
         U = empty(site.shape(active), site.dtype, site.lead.device)
     damping = site.damping(dampings)

@@ -23,7 +23,9 @@ def inspect(optimizer: Any) -> SimpleNamespace:
         steps=clock.steps,
         refreshes=clock.renewals,
         missed=clock.missed,  # whether the last refresh found no samples
-        waiting=len(collector.samples),  # captured backwards, before a step
+        waiting=len(
+            collector.samples.backwards
+        ),  # captured backwards, before a step
         armed=collector.armed,  # whether the next one is captured
         uncovered=engine.uncovered,
         budget=engine.budget,  # bytes that the curvature may occupy
