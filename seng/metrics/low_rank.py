@@ -16,8 +16,7 @@ once. Each step solves by `seng.metrics.woodbury`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +35,7 @@ from seng.linalg.numerics import (
     start,
     top,
 )
-from seng.linalg.operators import HALF, Merged, Operator, Shape, wide
+from seng.linalg.operators import HALF, Merged, Operator, wide
 from seng.linalg.sketch import IDENTITY, Omega
 from seng.metrics.curvature import Curvature
 from seng.metrics.kronecker import Kronecker
@@ -122,12 +121,12 @@ class LowRank(Metric):
         layer = f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}"
         return f"{layer}: {what} is then taken exactly"
 
-    def accepts(self, state: Any, shape: Shape) -> State | None:
+    def accepts(self, state: Any) -> State | None:
         c = self.curvature
-        if not isinstance(state, LowRankState) or not state.fits(shape):
+        if not isinstance(state, LowRankState):
             return None
         power = getattr(state.P, "power", None)  # None: no base
-        if power != getattr(self.base, "power", None):
+        if power != (c.power if self.base else None):
             return None
         return replace(state, relative=c.relative_damping, graft=c.grafts)
 
@@ -282,13 +281,7 @@ class LowRank(Metric):
             out.append(LowRankState(*kept, self.curvature.grafts, d.error))
         return out
 
-    def solvers(
-        self,
-        states: Sequence[Any],
-        dampings: Sequence[float],
-        run: Run = directly,
-    ) -> list[Any]:
-        return solvers_of(states, dampings, run)
+    solvers = staticmethod(solvers_of)
 
 
 def _gram(U: Operator) -> tuple[Tensor]:
@@ -315,18 +308,15 @@ def _leading(
 
 def _basis(d: Draft, values: Tensor, V: Tensor, run: Run) -> Draft:
     """UV in place of U, exact in what it keeps; all of U where no directions were chosen."""
-    half = d.layer.half
-    chosen = V.shape[1] > 0
     error: Tensor | float = 0.0
-    if chosen:
-        with coarser(half and V.is_cuda):
-            (Y,) = run(_combined, d.U, V)
-    else:
+    if not V.shape[1]:
         Y = d.U.explicit().U.T.to(d.gram.dtype)
-    if chosen and d.sketched:
-        error = deviation(Y, values.to(Y.dtype))
+    else:
+        (Y,) = run(_combined, d.U, V)
+        if d.sketched:
+            error = deviation(Y, values.to(Y.dtype))
     largest = None if d.sketched else d.top
-    U = Merged.of(Y, d.U.shape, half)
+    U = Merged.of(Y, d.U.shape, d.layer.half)
     known = replace(d, U=U, gram=U.gram(), top=largest, error=error)
     return replace(known, omega=IDENTITY)
 
@@ -341,20 +331,3 @@ def reduced_factors(U: Operator, rank: int, generator: Draw) -> Operator:
         return factors or U
     dtype = factors.values.dtype
     return reduced(factors.to(wide(dtype)), rank, generator()).to(dtype)
-
-
-@contextmanager
-def coarser(allowed: bool) -> Iterator[None]:
-    """Products of float32 numbers in TF32, whose digits a basis in float16 keeps."""
-    matmul = torch.backends.cuda.matmul
-    if not (
-        allowed and hasattr(matmul, "fp32_precision")
-    ):  # not before torch 2.9
-        yield
-        return
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before

@@ -100,11 +100,6 @@ class Plan:
     why: str
 
     @property
-    def base(self) -> Base:
-        """What stands in the place of I."""
-        return self.dims.base
-
-    @property
     def columns(self) -> tuple[int, int]:
         """How many columns U is kept by, those of factors counted, and the numbers of each."""
         d = self.dims
@@ -119,7 +114,7 @@ class Plan:
     @property
     def powers(self) -> int:
         """The powers of P that a solve takes: P^{-½} before and after U, or P⁻¹ alone."""
-        if self.base == "identity":
+        if self.dims.base == "identity":
             return 0
         return 2 if self.rank else 1
 
@@ -398,8 +393,12 @@ class Metric(ABC):
     ) -> list[Plan]:
         """One plan per layer; `pooled` where all ranks share one curvature."""
         if self.curvature is None:
-            return [Plan(d, "own", 0, type(self).__name__) for d in dims]
+            return [self.plan_of(d) for d in dims]
         return plan(dims, self.curvature, budget, pooled)
+
+    def plan_of(self, d: Dims) -> Plan:
+        """One layer's, of a metric without a curvature."""
+        return Plan(d, "own", 0, type(self).__name__)
 
     def keep(self, U: Operator, dims: Dims, generator: Draw) -> Operator:
         """What of a capture waits from the backward until step()."""
@@ -413,7 +412,7 @@ class Metric(ABC):
         """What users should know of a layer's plan, if anything."""
         return None
 
-    def accepts(self, state: Any, shape: Shape) -> State | None:
+    def accepts(self, state: Any) -> State | None:
         """A loaded state as this metric has them; None where it is another's."""
         return state if self.makes and isinstance(state, self.makes) else None
 
@@ -436,7 +435,7 @@ class Metric(ABC):
         states: Sequence[Any],
         dampings: Sequence[float],
         run: Run = directly,
-    ) -> list[Solver]:
+    ) -> Sequence[Solver]:
         """The solvers of several layers, each with its damping."""
         pairs = zip(states, dampings, strict=True)
         return [state.at(damping) for state, damping in pairs]

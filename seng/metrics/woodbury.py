@@ -172,9 +172,10 @@ class LowRankState(State):
     def __post_init__(self) -> None:
         white = None if self.P is None else self.P.to_power(-0.5)
         count = torch.zeros((), dtype=torch.int64, device=self.gram.device)
-        object.__setattr__(self, "Xi", self.omega.of(self.U))
-        object.__setattr__(self, "white", white)
-        object.__setattr__(self, "failures", count)
+        # In its fields, though it is frozen.
+        vars(self).update(
+            Xi=self.omega.of(self.U), white=white, failures=count
+        )
 
     @property
     def form(self) -> str:  # type: ignore[override]
