@@ -258,7 +258,7 @@ COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
 SAMPLES = 16  # and of at least so many samples
 
 
-def inputs(U: Operator, team: Team, seed: int) -> Moment:
+def inputs(U: Operator, team: Team, seed: int = 0) -> Moment:
     """C_A of so many samples, evenly spread, that it has COLUMNS for each row.
 
     Positions of an image are many and alike, and their second moment would cost more than the layer
