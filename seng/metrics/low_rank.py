@@ -60,7 +60,7 @@ class Draft:
     omega: Omega = IDENTITY
     gram: Any = None  # of ΩU, (m, m)
     top: Tensor | None = None  # its largest eigenvalue, (); None: not known
-    error: Tensor | float | None = None  # of a sketch that chose the basis
+    error: Any = None  # of a sketch that chose the basis
     old: Any = None  # the last basis, to be averaged with this one
 
     @property
@@ -188,13 +188,12 @@ class LowRank(Metric):
     def _pooled(self, drafts: Sequence[Draft], team: Team) -> list[Draft]:
         """One basis per layer from the samples of all ranks."""
         shares = []
-        half = False
         for d in drafts:
             layer = d.layer
             rank = layer.plan.rank
             shares.append(Share(d.U, layer.counts, rank, layer.generator))
-            half = half or layer.precision in HALF
         out = []
+        half = any(d.layer.precision in HALF for d in drafts)
         bases = pooled(team, shares, self.curvature.sketch, half)
         for d, Y in zip(drafts, bases, strict=True):
             U = d.layer.basis(Y)
@@ -209,8 +208,7 @@ class LowRank(Metric):
         Grams of one size are worked on at once.
         """
         found: dict[int, Sequence[Tensor]] = {}
-        for same in by_size([d.gram for d in drafts]):
-            K = torch.stack([drafts[i].gram for i in same])
+        for same, K in by_size([d.gram for d in drafts]):
             width = max(widths[i] for i in same)
             begin = start(K, width, drafts[same[0]].layer.generator())
             small = directly if one_by_one(K) else run
@@ -308,7 +306,7 @@ def _leading(
 
 def _basis(d: Draft, values: Tensor, V: Tensor, run: Run) -> Draft:
     """UV in place of U, exact in what it keeps; all of U where no directions were chosen."""
-    error: Tensor | float = 0.0
+    error: Any = 0.0
     if not V.shape[1]:
         Y = d.U.explicit().U.T.to(d.gram.dtype)
     else:

@@ -326,7 +326,7 @@ class State(ABC):
     form = "state"  # of U
     base = "identity"  # what stands in the place of I
     columns = 0  # of U
-    sketch_error: Tensor | float | None = 0.0
+    sketch_error: Any = 0.0
     failures: Tensor | int = 0  # solves that fell back to the plain gradient
 
     def __init_subclass__(cls) -> None:
