@@ -14,9 +14,8 @@ Form = Literal["auto", "explicit", "implicit", "merged", "plain"]
 Combine = Literal["exact", "independent"]
 Blocks = Literal["layer", "network"]
 Base = Literal["identity", "kronecker"]
-BASE_RANK = (
-    32  # the default's: more gained nothing on digits and the small race
-)
+# The default's: more gained nothing on digits and the small race.
+BASE_RANK = 32
 
 CHOICES = {
     "form": get_args(Form),

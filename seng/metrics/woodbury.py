@@ -28,9 +28,8 @@ from seng.linalg.operators import Operator, Shape
 from seng.linalg.sketch import IDENTITY, Omega
 from seng.metrics.metric import UNSAVED, State, grafted, tensors_of
 
-Pool = Callable[
-    [list[Tensor]], list[Tensor]
-]  # Uᵀg of each layer -> of all that share b
+# Uᵀg of each layer -> of all that share b
+Pool = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,7 @@ class LowRankSolver:
     omega: Omega
     Xi: Operator  # ΩU
     lam: Tensor  # ()
-    inverse: (
-        Tensor  # (λI + K)⁻¹; not a number where no factorization was found
-    )
+    inverse: Tensor  # (λI + K)⁻¹; not a number where there is none
     white: Any  # P^{-½}; None: I
     graft: bool
     failures: Tensor  # counts the solves that fell back to the plain gradient
@@ -146,9 +143,8 @@ def inverses(
     return lam, inverse(eye + K / scale) / scale
 
 
-LEADING = (
-    16  # directions that the sketch error of a form without a basis looks at
-)
+# Directions that the sketch error of a form without a basis looks at.
+LEADING = 16
 
 
 @dataclass(frozen=True)
