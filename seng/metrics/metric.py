@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +45,6 @@ from seng.metrics.curvature import Curvature
 # 𝒯: Table 1 keeps cases I to III (n ≤ 524,288) explicit, IV to VI (n ≥ 1,048,576) implicit.
 THRESHOLD = 10**6
 
-Base = Literal["identity", "kronecker", "diagonal"]
-
 
 @dataclass(frozen=True)
 class Dims:
@@ -60,7 +58,9 @@ class Dims:
     itemsize: int = 4
     half: bool = False  # whether factors and bases are kept in half precision
     factored: bool = True  # whether it can have a Kronecker metric
-    base: Base = "identity"  # the metric in whose coordinates U is kept
+    base: str = (
+        "identity"  # kronecker, diagonal: in whose coordinates U is kept
+    )
     base_rank: int = 0  # directions kept of each Kronecker factor
 
     @property
@@ -312,9 +312,8 @@ class LayerRefresh:
     half: bool  # whether a basis may be kept in half precision
     generator: Draw  # the same on all ranks
     timer: AbstractContextManager[None]
-    basis: Callable[
-        [Tensor], Operator
-    ]  # Y (k, n) -> U = Yᵀ, spread as the layer is
+    # Y (k, n) -> U = Yᵀ, spread as the layer is
+    basis: Callable[[Tensor], Operator]
 
 
 STATES: dict[str, type[State]] = {}  # by name, as checkpoints have them
@@ -342,8 +341,7 @@ class State(ABC):
 
     def fine(self) -> Tensor:
         """Whether all of it is finite, (); a refresh that is not is dropped."""
-        floats = [t for t in self.tensors() if t.is_floating_point()]
-        found = [t.isfinite().all() for t in floats]
+        found = [t.isfinite().all() for t in self.tensors()]
         return torch.stack(found).all() if found else TRUE
 
     def spectrum(self, damping: float | None) -> tuple[Any, Any, Any]:
