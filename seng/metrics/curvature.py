@@ -14,11 +14,10 @@ Form = Literal["auto", "explicit", "implicit", "merged", "plain"]
 Combine = Literal["exact", "independent"]
 Blocks = Literal["layer", "network"]
 Base = Literal["identity", "kronecker"]
-BASE_RANK = (
-    32  # the default's: more gained nothing on digits and the small race
-)
+# The default's: more gained nothing on digits and the small race.
+BASE_RANK = 32
 
-CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES = {
     "form": get_args(Form),
     "combine": get_args(Combine),
     "fisher": get_args(Fisher),
@@ -97,7 +96,13 @@ class Curvature:
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
-            _one_of(name, getattr(self, name), allowed)
+            value = getattr(self, name)
+            alike = type(value) in map(type, allowed)  # 1 == True
+            if value not in allowed or not alike:
+                known = ", ".join(map(repr, allowed))
+                raise ValueError(
+                    f"Curvature: unknown {name} {value!r}; use one of {known}"
+                )
         self._check_numbers()
         self._check_idle()
         self._check_together()
@@ -134,21 +139,21 @@ class Curvature:
 
     def _check_idle(self) -> None:
         """Options that would do nothing beside the others are refused."""
-        default = {f.name: f.default for f in fields(self)}
         given = [
-            name for name in default if getattr(self, name) != default[name]
+            f.name for f in fields(self) if getattr(self, f.name) != f.default
         ]
         if self.form == "plain":
-            idle = [name for name in given if name != "form"]
+            mute = {*given} - {"form"}
             why = "form='plain' keeps no curvature; leave out {}, or choose another form"
         elif self.base == "identity":
-            idle = [name for name in given if name in ("power", "base_rank")]
+            mute = {"power", "base_rank"}
             why = "base='identity' has no factors; leave out {}, or use base='kronecker'"
         elif self.rank == 0:
-            idle = [name for name in given if name in ("form", "sketch")]
+            mute = {"form", "sketch"}
             why = "rank=0 is the base alone, without U; leave out {}, or use a rank"
         else:
             return
+        idle = [name for name in given if name in mute]
         if idle:
             raise ValueError(f"Curvature: {why.format(', '.join(idle))}")
 
@@ -215,22 +220,12 @@ class Curvature:
         return 0.8 if accumulates else 0.0
 
 
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed or type(value) not in map(
-        type, allowed
-    ):  # 1 == True
-        known = ", ".join(map(repr, allowed))
-        raise ValueError(
-            f"Curvature: unknown {name} {value!r}; use one of {known}"
-        )
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _integer(name: str, value: Any, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if type(value) is not int or value < least:
         raise ValueError(
             f"Curvature: {name} must be an integer of at least {least}, not {value!r}"
         )

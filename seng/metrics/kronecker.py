@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,14 +220,13 @@ class Kronecker(Metric):
 
     def __init__(self, curvature: Curvature) -> None:
         self.curvature = curvature
-        self.decay = curvature.averaging
         self.options: dict[str, Any] = {
             "power": float(curvature.power),
             "relative": curvature.relative_damping,
             "graft": curvature.grafts,
         }
 
-    def accepts(self, state: Any, shape: Shape) -> State | None:
+    def accepts(self, state: Any) -> State | None:
         if not isinstance(state, PowerState):
             return None
         if state.power != self.options["power"]:
@@ -237,15 +235,12 @@ class Kronecker(Metric):
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         """δC + (1 − δ)C_new from the captures of all ranks."""
-        if layer.plan.base == "diagonal":
+        if layer.plan.dims.base == "diagonal":
             return self._diagonal(layer, team)
-        return self._factored(layer, team)
-
-    def _factored(self, layer: LayerRefresh, team: Team) -> KroneckerState:
         old, draw = layer.previous, layer.generator("base")
         seen_G = Moment(layer.U.outputs(), team, 1 / team.size)
         seen_A = inputs(layer.U, team, draw.initial_seed())
-        rank, decay = self.curvature.base_rank, self.decay
+        rank, decay = self.curvature.base_rank, self.curvature.averaging
         G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
         A = updated(getattr(old, "A", None), seen_A, rank, decay, draw)
         return KroneckerState(G, A, noise(layer.precision), **self.options)
@@ -255,7 +250,7 @@ class Kronecker(Metric):
         team.sum_([v], WHAT)
         old = getattr(layer.previous, "v", None)
         if old is not None:
-            v = old.lerp(v, 1 - self.decay)
+            v = old.lerp(v, 1 - self.curvature.averaging)
         return DiagonalState(v, **self.options)
 
 
@@ -337,16 +332,8 @@ class Tikhonov(Metric):
     per_sample = False
     makes = TikhonovState
 
-    def plan(
-        self,
-        dims: Sequence[Dims],
-        budget: int | None = None,
-        pooled: bool = False,
-    ) -> list[Plan]:
-        return [
-            Plan(d.based(max(d.shape)), "merged", 0, "dense factors")
-            for d in dims
-        ]
+    def plan_of(self, d: Dims) -> Plan:
+        return Plan(d.based(max(d.shape)), "merged", 0, "dense factors")
 
     def refuses(self, site: Site) -> str | None:
         module = site.members[0].module
@@ -376,13 +363,8 @@ class Plain(Metric):
 
     captures = False
 
-    def plan(
-        self,
-        dims: Sequence[Dims],
-        budget: int | None = None,
-        pooled: bool = False,
-    ) -> list[Plan]:
-        return [Plan(d, "plain", 0, NO_CURVATURE) for d in dims]
+    def plan_of(self, d: Dims) -> Plan:
+        return Plan(d, "plain", 0, NO_CURVATURE)
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         raise AssertionError("nothing is captured")

@@ -16,8 +16,7 @@ once. Each step solves by `seng.metrics.woodbury`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +35,7 @@ from seng.linalg.numerics import (
     start,
     top,
 )
-from seng.linalg.operators import HALF, Merged, Operator, Shape, wide
+from seng.linalg.operators import HALF, Merged, Operator, wide
 from seng.linalg.sketch import IDENTITY, Omega
 from seng.metrics.curvature import Curvature
 from seng.metrics.kronecker import Kronecker
@@ -61,7 +60,7 @@ class Draft:
     omega: Omega = IDENTITY
     gram: Any = None  # of ΩU, (m, m)
     top: Tensor | None = None  # its largest eigenvalue, (); None: not known
-    error: Tensor | float | None = None  # of a sketch that chose the basis
+    error: Any = None  # of a sketch that chose the basis
     old: Any = None  # the last basis, to be averaged with this one
 
     @property
@@ -122,9 +121,9 @@ class LowRank(Metric):
         layer = f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}"
         return f"{layer}: {what} is then taken exactly"
 
-    def accepts(self, state: Any, shape: Shape) -> State | None:
+    def accepts(self, state: Any) -> State | None:
         c = self.curvature
-        if not isinstance(state, LowRankState) or not state.fits(shape):
+        if not isinstance(state, LowRankState):
             return None
         power = getattr(state.P, "power", None)  # None: no base
         if power != (c.power if self.base else None):
@@ -188,13 +187,12 @@ class LowRank(Metric):
     def _pooled(self, drafts: Sequence[Draft], team: Team) -> list[Draft]:
         """One basis per layer from the samples of all ranks."""
         shares = []
-        half = False
         for d in drafts:
             layer = d.layer
             rank = layer.plan.rank
             shares.append(Share(d.U, layer.counts, rank, layer.generator))
-            half = half or layer.precision in HALF
         out = []
+        half = any(d.layer.precision in HALF for d in drafts)
         bases = pooled(team, shares, self.curvature.sketch, half)
         for d, Y in zip(drafts, bases, strict=True):
             U = d.layer.basis(Y)
@@ -209,8 +207,7 @@ class LowRank(Metric):
         Grams of one size are worked on at once.
         """
         found: dict[int, Sequence[Tensor]] = {}
-        for same in by_size([d.gram for d in drafts]):
-            K = torch.stack([drafts[i].gram for i in same])
+        for same, K in by_size([d.gram for d in drafts]):
             width = max(widths[i] for i in same)
             begin = start(K, width, drafts[same[0]].layer.generator())
             small = directly if one_by_one(K) else run
@@ -278,13 +275,7 @@ class LowRank(Metric):
             out.append(LowRankState(*kept, self.curvature.grafts, d.error))
         return out
 
-    def solvers(
-        self,
-        states: Sequence[Any],
-        dampings: Sequence[float],
-        run: Run = directly,
-    ) -> list[Any]:
-        return solvers_of(states, dampings, run)
+    solvers = staticmethod(solvers_of)
 
 
 def _gram(U: Operator) -> tuple[Tensor]:
@@ -311,18 +302,15 @@ def _leading(
 
 def _basis(d: Draft, values: Tensor, V: Tensor, run: Run) -> Draft:
     """UV in place of U, exact in what it keeps; all of U where no directions were chosen."""
-    half = d.layer.half
-    chosen = V.shape[1] > 0
-    error: Tensor | float = 0.0
-    if chosen:
-        with coarser(half and V.is_cuda):
-            (Y,) = run(_combined, d.U, V)
-    else:
+    error: Any = 0.0
+    if not V.shape[1]:
         Y = d.U.explicit().U.T.to(d.gram.dtype)
-    if chosen and d.sketched:
-        error = deviation(Y, values.to(Y.dtype))
+    else:
+        (Y,) = run(_combined, d.U, V)
+        if d.sketched:
+            error = deviation(Y, values.to(Y.dtype))
     largest = None if d.sketched else d.top
-    U = Merged.of(Y, d.U.shape, half)
+    U = Merged.of(Y, d.U.shape, d.layer.half)
     known = replace(d, U=U, gram=U.gram(), top=largest, error=error)
     return replace(known, omega=IDENTITY)
 
@@ -337,20 +325,3 @@ def reduced_factors(U: Operator, rank: int, generator: Draw) -> Operator:
         return factors or U
     dtype = factors.values.dtype
     return reduced(factors.to(wide(dtype)), rank, generator()).to(dtype)
-
-
-@contextmanager
-def coarser(allowed: bool) -> Iterator[None]:
-    """Products of float32 numbers in TF32, whose digits a basis in float16 keeps."""
-    matmul = torch.backends.cuda.matmul
-    if not (
-        allowed and hasattr(matmul, "fp32_precision")
-    ):  # not before torch 2.9
-        yield
-        return
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before

@@ -29,7 +29,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +44,6 @@ from seng.metrics.curvature import Curvature
 # 𝒯: Table 1 keeps cases I to III (n ≤ 524,288) explicit, IV to VI (n ≥ 1,048,576) implicit.
 THRESHOLD = 10**6
 
-Base = Literal["identity", "kronecker", "diagonal"]
-
 
 @dataclass(frozen=True)
 class Dims:
@@ -59,7 +57,9 @@ class Dims:
     itemsize: int = 4
     half: bool = False  # whether factors and bases are kept in half precision
     factored: bool = True  # whether it can have a Kronecker metric
-    base: Base = "identity"  # the metric in whose coordinates U is kept
+    base: str = (
+        "identity"  # kronecker, diagonal: in whose coordinates U is kept
+    )
     base_rank: int = 0  # directions kept of each Kronecker factor
 
     @property
@@ -99,11 +99,6 @@ class Plan:
     why: str
 
     @property
-    def base(self) -> Base:
-        """What stands in the place of I."""
-        return self.dims.base
-
-    @property
     def columns(self) -> tuple[int, int]:
         """How many columns U is kept by, those of factors counted, and the numbers of each."""
         d = self.dims
@@ -118,7 +113,7 @@ class Plan:
     @property
     def powers(self) -> int:
         """The powers of P that a solve takes: P^{-½} before and after U, or P⁻¹ alone."""
-        if self.base == "identity":
+        if self.dims.base == "identity":
             return 0
         return 2 if self.rank else 1
 
@@ -315,9 +310,8 @@ class LayerRefresh:
     precision: torch.dtype  # the least in which gradients were computed
     half: bool  # whether a basis may be kept in half precision
     generator: Draw  # the same on all ranks
-    basis: Callable[
-        [Tensor], Operator
-    ]  # Y (k, n) -> U = Yᵀ, spread as the layer is
+    # Y (k, n) -> U = Yᵀ, spread as the layer is
+    basis: Callable[[Tensor], Operator]
 
 
 STATES: dict[str, type[State]] = {}  # by name, as checkpoints have them
@@ -329,7 +323,7 @@ class State(ABC):
     form = "state"  # of U
     base = "identity"  # what stands in the place of I
     columns = 0  # of U
-    sketch_error: Tensor | float | None = 0.0
+    sketch_error: Any = 0.0
     failures: Tensor | int = 0  # solves that fell back to the plain gradient
 
     def __init_subclass__(cls) -> None:
@@ -345,8 +339,7 @@ class State(ABC):
 
     def fine(self) -> Tensor:
         """Whether all of it is finite, (); a refresh that is not is dropped."""
-        floats = [t for t in self.tensors() if t.is_floating_point()]
-        found = [t.isfinite().all() for t in floats]
+        found = [t.isfinite().all() for t in self.tensors()]
         return torch.stack(found).all() if found else TRUE
 
     def spectrum(self, damping: float | None) -> tuple[Any, Any, Any]:
@@ -396,8 +389,12 @@ class Metric(ABC):
     ) -> list[Plan]:
         """One plan per layer; `pooled` where all ranks share one curvature."""
         if self.curvature is None:
-            return [Plan(d, "own", 0, type(self).__name__) for d in dims]
+            return [self.plan_of(d) for d in dims]
         return plan(dims, self.curvature, budget, pooled)
+
+    def plan_of(self, d: Dims) -> Plan:
+        """One layer's, of a metric without a curvature."""
+        return Plan(d, "own", 0, type(self).__name__)
 
     def keep(self, U: Operator, dims: Dims, generator: Draw) -> Operator:
         """What of a capture waits from the backward until step()."""
@@ -411,7 +408,7 @@ class Metric(ABC):
         """What users should know of a layer's plan, if anything."""
         return None
 
-    def accepts(self, state: Any, shape: Shape) -> State | None:
+    def accepts(self, state: Any) -> State | None:
         """A loaded state as this metric has them; None where it is another's."""
         return state if self.makes and isinstance(state, self.makes) else None
 
@@ -430,7 +427,7 @@ class Metric(ABC):
         states: Sequence[Any],
         dampings: Sequence[float],
         run: Run = directly,
-    ) -> list[Solver]:
+    ) -> Sequence[Solver]:
         """The solvers of several layers, each with its damping."""
         pairs = zip(states, dampings, strict=True)
         return [state.at(damping) for state, damping in pairs]

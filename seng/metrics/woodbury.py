@@ -14,7 +14,7 @@ What SENG keeps of a layer between refreshes: U, its Gram, and the base P that i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,8 @@ from seng.linalg.operators import Operator, Shape
 from seng.linalg.sketch import IDENTITY, Omega
 from seng.metrics.metric import UNSAVED, State, grafted, tensors_of
 
-Pool = Callable[
-    [list[Tensor]], list[Tensor]
-]  # Uᵀg of each layer -> of all that share b
+# Uᵀg of each layer -> of all that share b
+Pool = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,7 @@ class LowRankSolver:
     omega: Omega
     Xi: Operator  # ΩU
     lam: Tensor  # ()
-    inverse: (
-        Tensor  # (λI + K)⁻¹; not a number where no factorization was found
-    )
+    inverse: Tensor  # (λI + K)⁻¹; not a number where there is none
     white: Any  # P^{-½}; None: I
     graft: bool
     failures: Tensor  # counts the solves that fell back to the plain gradient
@@ -108,12 +105,13 @@ def _corrected(
     return ds, fine
 
 
-def by_size(matrices: Sequence[Tensor]) -> list[list[int]]:
-    """The places of those that can be worked on at once."""
-    places: defaultdict[object, list[int]] = defaultdict(list)
+def by_size(matrices: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """Those that can be worked on at once: their places, and all of them (L, m, m)."""
+    alike: defaultdict[object, list[int]] = defaultdict(list)
     for i, K in enumerate(matrices):
-        places[len(K), K.dtype, K.device].append(i)
-    return list(places.values())
+        alike[len(K), K.dtype, K.device].append(i)
+    for places in alike.values():
+        yield places, torch.stack([matrices[i] for i in places])
 
 
 def solvers_of(
@@ -121,8 +119,7 @@ def solvers_of(
 ) -> list[LowRankSolver]:
     """The solver of each state at its λ; Grams of one size are factorized at once."""
     found: dict[int, LowRankSolver] = {}
-    for same in by_size([state.gram for state in states]):
-        K = torch.stack([states[i].gram for i in same])
+    for same, K in by_size([state.gram for state in states]):
         top = torch.stack([states[i].top for i in same])
         given = [dampings[i] for i in same]
         numbers = torch.tensor(given, dtype=K.dtype, device="cpu")
@@ -145,9 +142,8 @@ def inverses(
     return lam, inverse(eye + K / scale) / scale
 
 
-LEADING = (
-    16  # directions that the sketch error of a form without a basis looks at
-)
+# Directions that the sketch error of a form without a basis looks at.
+LEADING = 16
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,7 @@ class LowRankState(State):
     relative: bool  # whether the damping is in units of `top`
     P: Any = None  # the state of the base; None: I
     graft: bool = False
-    merge_error: Tensor | float | None = field(
+    merge_error: Any = field(
         default=None, metadata=UNSAVED
     )  # of a sketch that chose a basis
     Xi: Operator = field(init=False)
@@ -171,9 +167,10 @@ class LowRankState(State):
     def __post_init__(self) -> None:
         white = None if self.P is None else self.P.to_power(-0.5)
         count = torch.zeros((), dtype=torch.int64, device=self.gram.device)
-        object.__setattr__(self, "Xi", self.omega.of(self.U))
-        object.__setattr__(self, "white", white)
-        object.__setattr__(self, "failures", count)
+        # In its fields, though it is frozen.
+        vars(self).update(
+            Xi=self.omega.of(self.U), white=white, failures=count
+        )
 
     @property
     def form(self) -> str:  # type: ignore[override]
@@ -221,7 +218,7 @@ class LowRankState(State):
         return largest, float(self.gram.trace()), lam
 
     @property
-    def sketch_error(self) -> Tensor | float | None:  # type: ignore[override]
+    def sketch_error(self) -> Any:
         """‖e − ê‖/‖e‖ of the leading energies and what the sketch sees of them."""
         if self.form == "merged":
             return self.merge_error

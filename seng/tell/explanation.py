@@ -49,7 +49,7 @@ class Explanation:
     def __str__(self) -> str:
         rows = [HEAD, *map(_row, self.plans)]
         columns = [_aligned(column) for column in zip(*rows, strict=True)]
-        if all(p.base == "identity" for p in self.plans):
+        if all(p.dims.base == "identity" for p in self.plans):
             del columns[HEAD.index("base")]
         lines = ["  ".join(cells) for cells in zip(*columns, strict=True)]
         size = size_of(self.bytes)
@@ -69,7 +69,7 @@ def _row(p: Plan) -> tuple[str, ...]:
         f"{d.kappa:,}",
         f"{d.samples:,}",
         p.form,
-        f"kronecker {d.base_rank}" if p.base == "kronecker" else p.base,
+        f"kronecker {d.base_rank}" if d.base == "kronecker" else d.base,
         size_of(p.bytes),
         f"{p.flops:.1e}",
         p.why,

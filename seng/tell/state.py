@@ -169,7 +169,7 @@ def load_record(
         shape = site.shape(active)
         if state is None or not state.fits(shape):
             return
-        state = metric.accepts(state, shape)
+        state = metric.accepts(state)
     if state is None:  # another metric's, or of a type unknown here
         record.other = True
     else:
