@@ -153,26 +153,23 @@ class Shared:
         """
         if not self.team.many or not refreshed:
             return []
-        kept: list[list[Tensor]] = []
-        own: list[int] = []
+        kept = []
+        own = []
         for i in refreshed:
             tensors = states[i].tensors()
             if sites[i].sharded:  # each rank has its own part of U
                 apart = {id(t) for t in states[i].U.tensors()}
                 tensors = [t for t in tensors if id(t) not in apart]
             kept.append(tensors)
-            own += states[i].columns, int(_bits(tensors))
+            own.append([states[i].columns, int(_bits(tensors))])
         device = sites[0].lead.device
         rows = self.team.gathered(own, device, "comparing bases")
-        columns = list(zip(*rows, strict=True))
-        widths, bits = columns[::2], columns[1::2]
         anew = []
-        for i, tensors, width, bit in zip(
-            refreshed, kept, widths, bits, strict=True
-        ):
-            if len(set(width)) > 1:
+        for i, tensors, *seen in zip(refreshed, kept, *rows, strict=True):
+            widths = {columns for columns, _ in seen}
+            if len(widths) > 1:
                 anew.append(i)
-            elif len(set(bit)) > 1:
+            elif seen.count(seen[0]) < len(seen):
                 self.team.from_first(tensors, "sharing a basis")
         return anew
 

@@ -239,7 +239,7 @@ class LeastSquares:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed fit needs beside the model's own state."""
         state = {name: getattr(self, name) for name in STATE}
-        return {**state, "generator": self.generator.get_state()}
+        return state | {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, bit for bit on the same machine."""
