@@ -131,8 +131,12 @@ class Shared:
             if mismatch is None and -1 in codes:
                 mismatch = f"on rank {codes.index(-1)} dimension 0 of its input is not the sample"
             counts = [max(0, code - 1) for code in codes]
-            seen = sum(counts), max(kappas), max(codes) > 0, mismatch
-            sites.append(SiteCensus(counts, *seen))
+            captured = max(codes) > 0
+            sites.append(
+                SiteCensus(
+                    counts, sum(counts), max(kappas), captured, mismatch
+                )
+            )
         return Census(sum(totals), any(halves), sites)
 
     def loaded(self, state: list[int], device: torch.device) -> bool:
@@ -149,35 +153,25 @@ class Shared:
         """
         if not self.team.many or not refreshed:
             return []
-        kept: list[list[Tensor]] = []
-        own: list[int] = []
+        kept = []
+        own = []
         for i in refreshed:
             tensors = states[i].tensors()
             if sites[i].sharded:  # each rank has its own part of U
                 apart = {id(t) for t in states[i].U.tensors()}
                 tensors = [t for t in tensors if id(t) not in apart]
             kept.append(tensors)
-            own += states[i].columns, int(_bits(tensors))
+            own.append([states[i].columns, int(_bits(tensors))])
         device = sites[0].lead.device
         rows = self.team.gathered(own, device, "comparing bases")
-        columns = list(zip(*rows, strict=True))
-        widths, bits = columns[::2], columns[1::2]
         anew = []
-        for i, tensors, width, bit in zip(
-            refreshed, kept, widths, bits, strict=True
-        ):
-            if len(set(width)) > 1:
+        for i, tensors, *seen in zip(refreshed, kept, *rows, strict=True):
+            widths = {columns for columns, _ in seen}
+            if len(widths) > 1:
                 anew.append(i)
-            elif len(set(bit)) > 1:
+            elif seen.count(seen[0]) < len(seen):
                 self.team.from_first(tensors, "sharing a basis")
         return anew
-
-    def directions(self, grads: Tensors, plan: Any, stamp: Any) -> Tensors:
-        """d for every gradient."""
-        return plan.directions(grads)  # type: ignore[no-any-return]
-
-    def ahead(self, plan: Any, stamp: Any) -> None:
-        """After a step whose successor does not refresh; where `averages`."""
 
 
 # A rank's corrections that travel with the gradients, their mean, and the stamp that both hold for.
@@ -202,7 +196,7 @@ class Averaged(Shared):
                 module.register_comm_hook((team, weakref.ref(self)), _along)
                 self.hooked = True
 
-    def loaded(self, state: list[int], device: torch.device) -> bool:
+    def loaded(self, *_: Any) -> bool:
         """Never: nobody knows which layers the others have curvature of."""
         self.covered, self.before, self.message = {}, {}, NOTHING
         return False
@@ -298,7 +292,7 @@ def _along(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annota
     return reduced.get_future().then(arrived)
 
 
-def strategy_of(strategy: str | None, module: nn.Module) -> Shared:
+def strategy_of(strategy: str | None, module: nn.Module) -> Any:
     """The strategy of a module's ranks."""
     team = team_of(strategy, module)
     return Averaged(team, module) if team.averages else Shared(team)

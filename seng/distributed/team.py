@@ -71,10 +71,10 @@ class Team:
 
     def gathered(
         self, row: Any, device: torch.device, what: str
-    ) -> list[list[int]]:
-        """Every rank's integers."""
+    ) -> list[list[Any]]:
+        """Every rank's integers, as they are nested."""
         own = torch.tensor([row], dtype=torch.int64, device=device)
-        rows = own.repeat(self.size, 1)
+        rows = own.repeat_interleave(self.size, 0)
         self._send(what, dist.all_gather_into_tensor, rows, own)
         return rows.tolist()
 

@@ -244,6 +244,7 @@ class Engine:
         self, plan: StepPlan, grads: Gradients, dampings: Dampings
     ) -> Directions:
         """d for every gradient."""
+        out: Directions
         if self.strategy.averages:
             stamp = dampings, self.clock.renewals
             out = self.strategy.directions(dict(grads), plan, stamp)

@@ -61,8 +61,8 @@ class TermJacobian:
         places = self.layout.places
         for index in pieces(len(places), self.room // self.layout.bytes):
             X, _ = self.of_samples(index)
-            X = X.flatten(0, 1)[:, columns]
-            yield places[index].flatten(), self.layout.factor * X
+            J = X.flatten(0, 1)[:, columns]
+            yield places[index].flatten(), self.layout.factor * J
 
     def of_samples(self, index: slice | Tensor) -> Pair:
         """The Jacobians (b, k, n) and the residuals (b, k) of single samples."""
@@ -78,8 +78,7 @@ class TermJacobian:
         ]
         dims = [0 if has_samples(x) else None for x in self.batch]
         jacobian = vmap(jacrev(alone, has_aux=True), (None, *dims))
-        found: Pair = jacobian(self.theta, *samples)
-        return found
+        return jacobian(self.theta, *samples)  # type: ignore[no-any-return]
 
     def pull(self, c: Tensor) -> Tensor:
         """Jᵀc (n,): one gradient of the batch."""
@@ -151,10 +150,6 @@ def product(y: Tensor, x: Tensor, v: Tensor) -> Tensor:
     return found
 
 
-class MixedSamplesError(ValueError):
-    """The residuals of a batch are not those of its samples."""
-
-
 def layout_of(part: TermJacobian) -> Layout | None:
     """How the samples separate, found out once for each shape of a batch; None: they do not.
 
@@ -165,40 +160,45 @@ def layout_of(part: TermJacobian) -> Layout | None:
         return None
     modes = [module.training for module in term.parameters.modules()]
     key = (r.shape, r.device, *part.shapes, *modes)
-    if key not in term.layouts:
-        try:
-            term.layouts[key] = find_layout(part)
-        except Exception as error:  # of any kind: this runs the user's code
-            if term.separate and not isinstance(error, MixedSamplesError):
-                raise
-            why = str(error).strip().split("\n")[0]
-            _give_up(term, min(len(r), COLUMN * len(part.theta)), why)
-    return term.layouts.get(key)
-
-
-def _give_up(term: Term, gradients: int, why: str) -> None:
-    """Differentiate this term as a whole from now on, with a warning where that is slow."""
+    if key in term.layouts:
+        return term.layouts[key]
+    try:
+        found = find_layout(part)
+    except Exception as error:  # of any kind: this runs the user's code
+        if term.separate:
+            raise
+        found = str(error).strip().split("\n")[0]
+    if isinstance(found, Layout):
+        term.layouts[key] = found
+        return found
     if term.separate:
         raise ValueError(
-            f"separate=True, but {term.name} does not separate by samples: {why}"
+            f"separate=True, but {term.name} does not separate by samples: {found}"
         )
+    # From now on it is differentiated as a whole.
     term.separate = False
+    gradients = min(len(r), COLUMN * len(part.theta))
     if gradients > FEW:
         warn(
             f"{term.name} is differentiated as a whole, {gradients} gradients of the batch at every step, since its samples do "
-            f"not separate ({why}). It is much faster with residuals that depend on one sample each, a term for every batch "
+            f"not separate ({found}). It is much faster with residuals that depend on one sample each, a term for every batch "
             "and derivatives by torch.func (grad, jacrev, hessian, jvp), not torch.autograd.grad; separate=False is quiet"
         )
+    return None
 
 
-def find_layout(part: TermJacobian) -> Layout:
-    """Compare r and a product Jᵀv of the batch with those of three samples taken one by one."""
+def find_layout(part: TermJacobian) -> Layout | str:
+    """Compare r and a product Jᵀv of the batch with those of three samples taken one by one.
+
+    In words: why they are not the same.
+    """
     r = part.r
-    sizes = {shape[0] for shape in part.shapes}
-    B = sizes.pop() if len(sizes) == 1 else 0
-    if not B or len(r) % B:
-        count = B or "no common number of"
-        raise MixedSamplesError(f"{len(r)} residuals of {count} samples")
+    counts = {shape[0] for shape in part.shapes}
+    if len(counts) != 1:
+        return f"{len(r)} residuals of no common number of samples"
+    B = counts.pop()
+    if len(r) % B:
+        return f"{len(r)} residuals of {B} samples"
     order = torch.arange(len(r), device=r.device)
     picked = order[[0, B // 2, B - 1]].unique()
     with Allocated() as allocated:  # type: ignore[no-untyped-call]
@@ -214,14 +214,12 @@ def find_layout(part: TermJacobian) -> Layout:
         index = places[picked].flatten()
         w = part.pull(torch.zeros_like(r).index_put((index,), v))
         factor = float(z @ w / (z @ z)) if slope else 1.0
-        if abs(factor - 1) < 1e-6:
-            factor = 1.0
-        slopes_agree = torch.allclose(w, factor * z, 0, tolerance * slope)
         expected = factor * s.to(r)
+        slopes_agree = torch.allclose(w, factor * z, 0, tolerance * slope)
         levels_agree = torch.allclose(r[index], expected, 0, tolerance * level)
         if slopes_agree and levels_agree:
             return Layout(places, factor, allocated.bytes // len(picked))
-    raise MixedSamplesError("a sample's residuals are others when it is alone")
+    return "a sample's residuals are others when it is alone"
 
 
 class Allocated(TorchDispatchMode):
@@ -246,5 +244,4 @@ def has_samples(x: object) -> bool:
 def pieces(total: int, step: int) -> list[slice]:
     """0 … total in slices of `step`, which is at least 1."""
     step = max(1, step)
-    starts = range(0, total, step)
-    return [slice(i, min(i + step, total)) for i in starts]
+    return [slice(i, min(i + step, total)) for i in range(0, total, step)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -158,37 +158,38 @@ class LeastSquares:
 
     def _search(self, here: Linearization) -> tuple[Report, Tensor | None]:
         """What to do, and the step; None where it is refused."""
-        loss = 0.5 * float(here.r @ here.r)
+        loss = half_square(here.r)
         report = Report(loss, loss, self.damping)
         if not math.isfinite(loss):
-            return self._not_finite(report, "the residuals are")
+            self._not_finite("the residuals are")
+            return report, None
         U = here.operator()
         normal = NormalEquations(U, self.sketch, self.generator)
         if not math.isfinite(normal.mean):
-            return self._not_finite(report, "the Jacobian is")
+            self._not_finite("the Jacobian is")
+            return report, None
         # A step must end below `most`, and predict a gain above `least` to be worth another try.
         most = least = math.inf
         if self.adapt:
             most = loss
             least = torch.finfo(here.r.dtype).eps * loss
         last = self.last
+        damping = self.damping
         for tries in range(1, TRIES + 1):
-            lam = report.damping * (normal.mean or 1.0)
-            report = replace(report, lam=lam, tries=tries)
+            lam = damping * (normal.mean or 1.0)
+            report = Report(loss, loss, damping, lam, tries=tries)
             trial = self._try(here, normal, lam, last)
             if trial and trial.loss < most:
-                after, _, length, step = trial
-                report = replace(
-                    report, after=after, length=length, accepted=True
-                )
                 if self.adapt:
-                    self.damping = adapted(report, trial.predicted)
-                return report, step
+                    self.damping = adapted(damping, loss, trial)
+                accepted = Report(
+                    loss, trial.loss, damping, lam, trial.length, tries, True
+                )
+                return accepted, trial.step
             if trial and trial.predicted <= least:
                 break
             last = None  # a larger λ does not shorten what momentum adds
-            damping = min(MOST, report.damping * self.growth**tries)
-            report = replace(report, damping=damping)
+            damping = min(MOST, damping * self.growth**tries)
         if self.adapt:
             self.damping = min(MOST, 10 * self.damping)
         return report, None
@@ -221,15 +222,12 @@ class LeastSquares:
         lengths = LENGTHS if self.line_search else LENGTHS[:1]
         for h, bend in product(lengths, bends):
             step = h * d + 0.5 * h**2 * bend
-            there = here.residuals(step)
+            loss = half_square(here.residuals(step))
             predicted = float(h * (r @ Jd) - 0.5 * h**2 * (Jd @ Jd))
-            loss = 0.5 * float(there @ there)
             trials.append(Trial(loss, predicted, h, step))
-        return min(
-            trials, key=lambda t: math.inf if math.isnan(t.loss) else t.loss
-        )
+        return min(trials, key=lambda t: (math.isnan(t.loss), t.loss))
 
-    def _not_finite(self, report: Report, what: str) -> tuple[Report, None]:
+    def _not_finite(self, what: str) -> None:
         """Refuse a step, and say why, once."""
         if not self._warned:
             self._warned = True
@@ -237,12 +235,11 @@ class LeastSquares:
                 f"a step was refused, since {what} not finite; the parameters stay as they were "
                 "(report.accepted is False; said once)"
             )
-        return report, None
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed fit needs beside the model's own state."""
         state = {name: getattr(self, name) for name in STATE}
-        return {**state, "generator": self.generator.get_state()}
+        return state | {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, bit for bit on the same machine."""
@@ -262,17 +259,22 @@ class LeastSquares:
         self.generator.set_state(state["generator"].cpu())
 
 
-def adapted(report: Report, predicted: float) -> float:
+def half_square(r: Tensor) -> float:
+    """½‖r‖²."""
+    return 0.5 * float(r @ r)
+
+
+def adapted(damping: float, loss: float, trial: Trial) -> float:
     """The damping after a step, by Nielsen's rule.
 
     The damping falls to a third where the gain is 1 or more, and rises where it is below ½. Where
     the gain is 1 to three digits, r is linear, and the damping falls to a thousandth.
     """
-    fall = report.loss - report.after
+    fall, predicted = loss - trial.loss, trial.predicted
     gain = fall / predicted if predicted > 0 else 0.0
     is_linear = abs(gain - 1) < 1e-3
     factor = 1e-3 if is_linear else max(1 / 3, 1 - (2 * gain - 1) ** 3)
-    return min(MOST, max(LEAST, report.damping * factor))
+    return min(MOST, max(LEAST, damping * factor))
 
 
 def _name(function: object, i: int) -> str:

@@ -14,7 +14,7 @@ the operator U: it makes blocks of J again for each Gram, and products by differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -27,8 +27,6 @@ from seng.linalg.operators import Explicit, Operator, Shape, Slabs
 from seng.linalg.sketch import Sketch
 from seng.residuals.jacobian import COPIES, TermJacobian, pieces
 from seng.residuals.terms import Term
-
-Solve = Callable[[Tensor], Tensor]  # r (m,) -> d (n,)
 
 BLOCK = 128  # rows of a Gram at a time
 GRAMS = 3  # the Gram, its factor, and one in the making
@@ -132,9 +130,7 @@ class NormalEquations:
             self.by_samples = True
         if self.by_samples:
             size = U.samples
-            blocks: Iterator[Tensor] = (
-                X.flatten(1) for _, X in self.Xi.slabs(U.dtype)
-            )
+            blocks: Any = (X.flatten(1) for _, X in self.Xi.slabs(U.dtype))
         else:
             size = U.n
             blocks = U.columns()
@@ -144,7 +140,7 @@ class NormalEquations:
         # The mean of the Gram's eigenvalues.
         self.mean = float(self.gram.diagonal().mean())
 
-    def at(self, lam: float) -> Solve | None:
+    def at(self, lam: float) -> Any:
         """r -> d at this λ; None where Cholesky fails, which a larger λ mends."""
         shifted = self.gram.clone()
         shifted.diagonal().add_(lam)
