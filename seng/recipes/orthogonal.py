@@ -22,19 +22,19 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from seng.gpu.recorder import Replay, capturing, signature, write
 from seng.layers.sites import Site, Tensors
 from seng.linalg.operators import wide
 from seng.recipes.polar import RMS, Part, Stack, StepInputs, stacks_of
-from seng.recipes.recipe import SGD, Directions, momentum_buffer
+from seng.recipes.recipe import SGD, Directions, Group, Params, momentum_buffer
 
 ELEMENT = 5 * RMS  # of a number that has no matrix: as AdamW beside Muon
 # Of r², as in SOAP: Adam's 0.999 is slow for runs of a few thousand steps. At least the momentum's.
@@ -48,7 +48,7 @@ SETS = 8  # of parameters with gradients, whose polar steps are kept ready
 class Elements:
     """Parameters that are no matrices."""
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, params: Params) -> None:
         self.params = params
 
     def step(self, inputs: StepInputs) -> None:
@@ -80,13 +80,11 @@ class Orthogonal:
     launch.
     """
 
-    def __init__(
-        self, sites: Sequence[Site], params: Sequence[nn.Parameter]
-    ) -> None:
+    def __init__(self, sites: Sequence[Site], params: Params) -> None:
         """All that belongs to a covered layer; `others` are left to SGD."""
         given = set(params)
         parts = []
-        self.elements: list[nn.Parameter] = []
+        self.elements: Params = []
         for site in sites:
             active = [s for s in site.segments if s.param in given]
             # Not norms, tables, nor a bias that is trained alone.
@@ -106,9 +104,7 @@ class Orthogonal:
         self.where: list[int] = []  # of the directions that a recording reads
         self.places: Tensors = {}  # or that it has of its own
 
-    def step(
-        self, state: Any, group: Mapping[str, Any], directions: Tensors
-    ) -> None:
+    def step(self, state: Any, group: Group, directions: Tensors) -> None:
         """In place."""
         if not self.params:
             return
@@ -191,8 +187,8 @@ class Polar(SGD):
     def step(
         self,
         state: Any,
-        group: Mapping[str, Any],
-        params: list[nn.Parameter],
+        group: Group,
+        params: Params,
         directions: Directions,
     ) -> None:
         # Kept for each set of parameters that had gradients: some networks leave out layers by

@@ -144,8 +144,7 @@ class Part:
         """(h, n_G, n_A) of its h matrices."""
         h, n_G, n_A = self.site.shape(self.segments)
         columns = self.segments[0].shape[2]  # the weight comes first
-        thirds = n_G == QKV * columns
-        if thirds:
+        if n_G == QKV * columns:
             return QKV * h, columns, n_A
         return h, n_G, n_A
 
