@@ -88,8 +88,7 @@ class StepInputs(NamedTuple):
         """
         lr, _, decay, _ = self.rates
         keep = 1 - lr * decay
-        dtype = moves[0].dtype
-        old = [p.to(dtype) for p in params]
+        old = [p.to(moves[0].dtype) for p in params]
         sums = torch._foreach_mul(old, keep)
         torch._foreach_sub_(sums, [*moves])
         torch._foreach_copy_([*params], sums)

@@ -89,13 +89,11 @@ class SGD(Recipe):
         directions: Directions,
     ) -> None:
         options = {name: group[name] for name in OPTIONS}
-        # Without momentum torch asks for no buffers.
-        entries = [state[p] for p in params] if group["momentum"] else []
-        buffers = [entry.get("momentum_buffer") for entry in entries]
+        buffers: list[Tensor | None] = []
+        if group["momentum"]:  # without it torch asks for no buffers
+            buffers = [momentum_buffer(state[p], p) for p in params]
         given = [directions[p] for p in params]
         sgd([*params], given, buffers, dampening=0.0, **options)
-        for entry, buffer in zip(entries, buffers, strict=True):
-            entry["momentum_buffer"] = buffer
 
 
 @recipe("paper")
