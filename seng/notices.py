@@ -5,8 +5,12 @@ went wrong on the way.
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping
+
+MOST = 5  # names, or reasons, in a list
 
 
 class Notices:
@@ -32,44 +36,36 @@ class Notices:
 
     def dropped(self, layer: str) -> None:
         message = f"layer '{layer}': a refresh was dropped, its captures are not finite (see diagnostics())"
-        self._once(f"{layer} dropped", message)
+        self.once(f"{layer} dropped", message)
 
     def failed(self, layer: str, solves: int) -> None:
         message = f"layer '{layer}': {solves} solves failed and took the plain gradient (see diagnostics())"
-        self._once(f"{layer} failed", message)
+        self.once(f"{layer} failed", message)
 
     def partial(self, layer: str, cosine: float) -> None:
         """The samples do not add up to the gradient."""
-        self._once(
+        self.once(
             f"{layer} sum",
             f"the captured samples of layer '{layer}' do not add up to its gradient (cosine {cosine:.2f}): its weight is "
             "used outside of it, a hook changes its output, the loss has a penalty on its weight, or the gradient was "
             "changed after the backward; its curvature is that of the captured part",
         )
 
-    def remark(self, message: str) -> None:
-        """What a metric has to say of a layer, the first time."""
-        self._once("remark", message)
-
-    def renewed(self, strategy: str, had_any: bool) -> None:
+    def renewed(self) -> None:
         """Ranks that cannot go on with what each of them loaded."""
-        if had_any:
-            why = (
-                "each rank has its own"
-                if strategy != "shared"
-                else "the ranks loaded different ones"
-            )
-            self._once(
-                "loaded",
-                f"the loaded curvature is left aside, since {why}: the next step refreshes it",
-            )
+        self.once(
+            "loaded",
+            "the loaded curvature is left aside, since the ranks loaded different ones, or each has its own: the next step "
+            "refreshes it",
+        )
 
     def _refuse(self, key: str, message: str) -> None:
         if self.strict:
             raise ValueError(f"strict=True: {message}")
-        self._once(key, message)
+        self.once(key, message)
 
-    def _once(self, key: str, message: str) -> None:
+    def once(self, key: str, message: str) -> None:
+        """Warn, the first time of this key."""
         if key not in self.given:
             self.given.add(key)
             warn(message)
@@ -94,27 +90,28 @@ def not_observed(layer: str, fisher: str) -> RuntimeError:
     )
 
 
-def listed(reasons: Mapping[str, str], most: int = 5) -> str:
+def listed(reasons: Mapping[str, str]) -> str:
     """Each reason once, with the parameters that it holds for."""
-    by_reason: dict[str, list[str]] = {}
+    by_reason: defaultdict[str, list[str]] = defaultdict(list)
     for name, why in reasons.items():
-        by_reason.setdefault(why, []).append(name)
-    lines = [
-        f"{', '.join(names[:most])}{', …' if len(names) > most else ''} ({why})"
-        for why, names in by_reason.items()
-    ]
-    return "; ".join(lines[:most]) + (
-        f"; and {len(lines) - most} more reasons, see seng.explain"
-        if len(lines) > most
-        else ""
-    )
+        by_reason[why].append(name)
+    lines = []
+    for why, names in by_reason.items():
+        if len(names) > MOST:
+            names[MOST:] = ["…"]
+        lines.append(f"{', '.join(names)} ({why})")
+    more = len(lines) - MOST
+    if more > 0:
+        lines[MOST:] = [f"and {more} more reasons, see seng.explain"]
+    return "; ".join(lines)
 
 
 def warn(message: str) -> None:
     """A warning that points to the user's own line, past ours and torch's."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get(
-        "__name__", ""
-    ).split(".")[0] in ("seng", "torch"):
-        frame, level = frame.f_back, level + 1
+    level = 0
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        level += 1
+        package, *_ = frame.f_globals.get("__name__", "").split(".")
+        if package not in ("seng", "torch"):
+            break
     warnings.warn(f"seng: {message}", stacklevel=level)

@@ -4,9 +4,10 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import Mock
 
 import naive
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import seng
 from seng.gpu import kernels
-from seng.gpu.recorder import capturing
+from seng.gpu.recorder import Replay, capturing
 from seng.recipes.orthogonal import ELEMENT, MOST, Orthogonal
 from seng.recipes.polar import (
     QUINTIC,
@@ -23,6 +24,7 @@ from seng.recipes.polar import (
     SHORTEST,
     Part,
     Stack,
+    StepInputs,
     polar,
     stacks_of,
 )
@@ -830,21 +832,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     """A GPU; else a CPU that passes for one: a recording is the function, to be called again."""
     if torch.cuda.is_available():
         return "cuda"
-    init = Orthogonal.__init__
 
-    def on_a_gpu(self: Orthogonal, *args: Any) -> None:
-        init(self, *args)
-        self.records = True
-
-    def record(device: torch.device, run: Callable[[], None]) -> Any:
+    def make_graph(device: torch.device, run: Any, pool: Any) -> Any:
         return SimpleNamespace(replay=run)
 
-    monkeypatch.setattr(Orthogonal, "__init__", on_a_gpu)
-    monkeypatch.setattr("seng.recipes.orthogonal.record", record)
-    monkeypatch.setattr("seng.recipes.orthogonal.side_stream", MagicMock())
-    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    replay = partial(Replay, make_graph=make_graph)
+    monkeypatch.setattr("seng.recipes.orthogonal.Replay", replay)
     return "cpu"
 
 
@@ -892,10 +885,15 @@ def test_recorded_steps_are_those_one_by_one(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+
+    def each_by_itself(self: Orthogonal, inputs: StepInputs) -> None:
+        for block in self.blocks:
+            block.step(inputs)
+
     ends = []
     for records in (True, False):
         if not records:
-            monkeypatch.setattr(Orthogonal, "_recorded", lambda *_: False)
+            monkeypatch.setattr(Orthogonal, "_replay", each_by_itself)
         model = network().to(device, dtype)
         lr: float | Tensor = (
             torch.tensor(0.02, device=device) if tensor else 0.02
@@ -908,7 +906,7 @@ def test_recorded_steps_are_those_one_by_one(
             )
         )
         assert (
-            any(layers.graph is not None for layers in steps_of(opt))
+            any(layers.replay.graph is not None for layers in steps_of(opt))
             == records
         )
     assert ends[0].isfinite().all() and naive.relative_error(*ends) < close
@@ -931,7 +929,9 @@ def test_where_a_recording_does_not_fit_steps_go_on(
     eventful(model, opt, 0.02, F64)
     assert all(p.isfinite().all() for p in model.parameters())
     assert not any(
-        layers.records for layers in steps_of(opt) if layers.key is not None
+        layers.replay.make_graph
+        for layers in steps_of(opt)
+        if layers.key is not None
     )
 
 
@@ -976,9 +976,9 @@ def test_kernels_take_the_steps_that_torch_takes(
                 p.grad = place.copy_(g) if i < 5 or i > 8 else g
             opt.step()
             (layers,) = steps_of(opt)
-            assert bool(layers.places) == (i >= 5) and (
-                layers.graph is not None
-            ) == (i > 0)
+            assert bool(layers.places) == (i >= 5)
+            recorded = layers.replay.graph is not None
+            assert recorded == (i not in (0, 5))
         ends.append(
             torch.cat([p.detach().flatten() for p in model.parameters()])
         )
@@ -989,7 +989,7 @@ def test_kernels_take_the_steps_that_torch_takes(
 def test_a_recording_that_is_interrupted_leaves_none_behind(
     error: type[BaseException], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients move at the sixth step, so that one is made again; the old one reads where they were."""
+    """Gradients move at the sixth step, so that one is made at the next; the old one reads where they were."""
     ends = []
     for interrupted in (True, False):
         model = assorted().float().to(device)
@@ -1003,19 +1003,18 @@ def test_a_recording_that_is_interrupted_leaves_none_behind(
                     dtype=torch.float32,
                 ).to(device)
                 p.grad = place.copy_(g) if i < 5 else g
-            if interrupted and i == 5:
+            if interrupted and i == 6:
                 with monkeypatch.context() as patch:
-                    patch.setattr(
-                        Orthogonal,
-                        "_record",
-                        lambda *_: (_ for _ in ()).throw(error()),
-                    )
+                    (layers,) = steps_of(opt)
+                    failing = Mock(side_effect=error)
+                    patch.setattr(layers.replay, "make_graph", failing)
                     with (
                         pytest.raises(KeyboardInterrupt)
                         if error is KeyboardInterrupt
                         else nullcontext()
                     ):
                         opt.step()
+                failing.assert_called_once()
                 if error is torch.OutOfMemoryError:
                     continue
             opt.step()

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from seng.checks import check_number
-from seng.metrics.choose import usual
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
 from seng.optim.engine import Engine
@@ -34,8 +33,8 @@ class Attachment:
     def _before_step(
         self,
         optimizer: Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         # args[0] is the optimizer
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -48,8 +47,8 @@ class Attachment:
             self._apply()
             return loss
 
-        rest = {k: v for k, v in kwargs.items() if k != "closure"}
-        return (args[0], preconditioned, *args[2:]), rest
+        kwargs.pop("closure", None)
+        return (args[0], preconditioned, *args[2:]), kwargs
 
     @torch.no_grad()
     def _apply(self) -> None:
@@ -139,7 +138,7 @@ def attach(
         )
     check_number("damping", damping, positive=True)
     settings = settings_of(
-        usual(module, strategy) if curvature is None else curvature,
+        curvature,
         module,
         refresh_every=refresh_every,
         units=units,

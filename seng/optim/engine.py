@@ -376,7 +376,8 @@ class Engine:
         loaded = hash(tuple(kept)) % 2**62
         common = [clock.steps, int(clock.missed), loaded, owed]
         if not self.strategy.loaded(common, self.device):
-            self.notices.renewed(self.strategy.team.strategy, bool(kept))
+            if kept:
+                self.notices.renewed()
             for record in self.records:
                 record.state, record.owed = None, False
             clock.missed, clock.owed = True, False

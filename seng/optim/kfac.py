@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from seng.checks import check_number, check_period
+from seng.distributed.team import team_of
 from seng.layers.sites import is_sharded
 from seng.metrics.kronecker import Tikhonov
 from seng.optim.preconditioned import Preconditioned
@@ -72,11 +72,7 @@ class KFAC(Preconditioned):
         self._build(settings)
 
     def _build(self, settings: Settings, curvature: Any = None) -> None:
-        if (
-            dist.is_available()
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
-        ):
+        if team_of(None, None).many:
             raise RuntimeError(
                 "KFAC runs in one process: ranks with factors of their own would drift "
                 "apart"

@@ -9,8 +9,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from seng.distributed.team import team_of
-from seng.metrics.choose import usual
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
 from seng.optim.preconditioned import Preconditioned
@@ -62,12 +60,10 @@ class SENG(Preconditioned):
             "orthogonal": orthogonal,
         }
         super().__init__(params, module, defaults)
-        team_of(strategy, self.module)  # refuses what there is not
-        if curvature is None:
-            curvature = usual(self.module, strategy, self.orthogonal)
         settings = settings_of(
             curvature,
             self.module,
+            self.orthogonal,
             refresh_every=refresh_every,
             units=units,
             strategy=strategy,
@@ -88,7 +84,3 @@ class SENG(Preconditioned):
                 "orthogonal=True needs whole matrices, and these parameters are spread "
                 "over ranks: leave it out"
             )
-
-    def _set_recipes(self) -> None:
-        super()._set_recipes()
-        self._check_orthogonal()

@@ -82,6 +82,7 @@ class Preconditioned(Optimizer):
         self.polar = Polar(sites)
         self.on_gpu = any(site.lead.is_cuda for site in sites)
         self.fusion.forget()
+        self._check_orthogonal()
 
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -56,7 +56,7 @@ def captured_layers(
         elif seen.sites[i].samples:
             remark = None if pools else metric.remark(plan)
             if remark is not None:
-                engine.notices.remark(remark)
+                engine.notices.once("remark", remark)
             layers[i] = _layer(engine, i, seen, looks[i], dampings)
             _check_sum(engine, i, layers[i], grads)
     return layers

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -58,16 +59,12 @@ def schedule_lr(
     steps_per_epoch=len(loader))
     """
 
-    def factor(initial: float) -> Callable[[int], float]:
-        return lambda step: (
-            of_epoch(step / steps_per_epoch, initial) / initial
-            if initial
-            else 1.0
-        )
+    def factor(initial: float, step: int) -> float:
+        return of_epoch(step / steps_per_epoch, initial) / (initial or 1.0)
 
     groups = optimizer.param_groups
     initials = [float(g.get("initial_lr", g["lr"])) for g in groups]
-    return LambdaLR(optimizer, [*map(factor, initials)])
+    return LambdaLR(optimizer, [partial(factor, lr) for lr in initials])
 
 
 class DampingSchedule:
@@ -88,25 +85,23 @@ class DampingSchedule:
         self.steps_per_epoch = steps_per_epoch
         groups = optimizer.param_groups
         self.initial = [float(group["damping"]) for group in groups]
-        self.steps = 0
-        self._set()
+        self._set(0)
 
-    def _set(self) -> None:
-        epoch = self.steps / self.steps_per_epoch
+    def _set(self, steps: int) -> None:
+        self.steps = steps
+        epoch = steps / self.steps_per_epoch
         groups = self.optimizer.param_groups  # others after load_state_dict
         for group, initial in zip(groups, self.initial, strict=True):
             group["damping"] = self.of_epoch(epoch, initial)
 
     def step(self) -> None:
         """To be called after each optimizer step (or epoch)."""
-        self.steps += 1
-        self._set()
+        self._set(self.steps + 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "initial": self.initial}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self.steps = state_dict["steps"]
         self.initial = [*state_dict["initial"]]
-        self._set()
+        self._set(state_dict["steps"])

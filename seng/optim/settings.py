@@ -14,7 +14,7 @@ from torch import nn
 from seng.checks import check_period
 from seng.distributed.team import Team, team_of
 from seng.layers.sites import is_sharded
-from seng.metrics.choose import metric_of
+from seng.metrics.choose import metric_of, usual
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
 from seng.optim.step_plan import StepPlan
@@ -65,7 +65,10 @@ REFRESH_EVERY = 20
 
 
 def settings_of(
-    curvature: Curvature | Metric, module: nn.Module | None, **common: Any
+    curvature: Curvature | Metric | None,
+    module: nn.Module | None,
+    orthogonal: bool = False,
+    **common: Any,
 ) -> Settings:
     """Settings of an engine, checked; `common` are those of any curvature."""
     check_period(common["refresh_every"])
@@ -73,13 +76,16 @@ def settings_of(
     if units not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
         raise ValueError(f"unknown units {units!r}; use one of {known}")
+    team = team_of(strategy, module)
+    if curvature is None:
+        curvature = usual(module, strategy, orthogonal)
     if isinstance(curvature, Metric):
         return Settings(curvature, **common)
     if not isinstance(curvature, Curvature):
         raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
     _check_units(curvature, units)
     spread = module is not None and any(map(is_sharded, module.parameters()))
-    _check_ranks(curvature, team_of(strategy, module), spread)
+    _check_ranks(curvature, team, spread)
     return Settings(metric_of(curvature), **common, curvature=curvature)
 
 

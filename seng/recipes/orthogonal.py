@@ -22,31 +22,19 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
-from seng.gpu.recorder import (
-    Graph,
-    capturing,
-    record,
-    side_stream,
-    signature,
-    write,
-)
+from seng.gpu.recorder import Replay, capturing, signature, write
 from seng.layers.sites import Site, Tensors
 from seng.linalg.operators import wide
-from seng.recipes.polar import (
-    RMS,
-    Part,
-    Stack,
-    StepInputs,
-    stacks_of,
-)
-from seng.recipes.recipe import SGD, Directions, momentum_buffer
+from seng.recipes.polar import RMS, Part, Stack, StepInputs, stacks_of
+from seng.recipes.recipe import SGD, Directions, Group, Params, momentum_buffer
 
 ELEMENT = 5 * RMS  # of a number that has no matrix: as AdamW beside Muon
 # Of r², as in SOAP: Adam's 0.999 is slow for runs of a few thousand steps. At least the momentum's.
@@ -54,14 +42,13 @@ MEMORY = 0.95
 # |x|/r at most, which holds once r has seen all of x.
 MOST = (1 - MEMORY) ** -0.5
 TINY = 1e-15  # added to r: where nothing has come yet, nothing is done
-BRANCHES = 4  # of a recording: no stack fills a GPU, and each stream costs a workspace
 SETS = 8  # of parameters with gradients, whose polar steps are kept ready
 
 
 class Elements:
     """Parameters that are no matrices."""
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, params: Params) -> None:
         self.params = params
 
     def step(self, inputs: StepInputs) -> None:
@@ -73,20 +60,14 @@ class Elements:
         r = _flat(roots)
         r = (memory * r.square() + (1 - memory) * x.square()).sqrt()
         moves = ((1 - mu) * along / (r + TINY)).clamp(-MOST, MOST)
-        own = self._split(moves * (lr * ELEMENT))
-        inputs.subtract(self.params, own)
-        torch._foreach_copy_(roots, self._split(r))
+        moves = moves * (lr * ELEMENT)
+        inputs.subtract(self.params, _unflatten_dense_tensors(moves, roots))
+        torch._foreach_copy_(roots, [*_unflatten_dense_tensors(r, roots)])
 
     def recorded_step(self, inputs: StepInputs, dry: bool) -> None:
         """`step`; a dry one does nothing."""
         if not dry:
             self.step(inputs)
-
-    def _split(self, numbers: Tensor) -> list[Tensor]:
-        """One tensor per parameter."""
-        pieces = numbers.split([p.numel() for p in self.params])
-        pairs = zip(pieces, self.params, strict=True)
-        return [piece.view(p.shape) for piece, p in pairs]
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -99,13 +80,11 @@ class Orthogonal:
     launch.
     """
 
-    def __init__(
-        self, sites: Sequence[Site], params: Sequence[nn.Parameter]
-    ) -> None:
+    def __init__(self, sites: Sequence[Site], params: Params) -> None:
         """All that belongs to a covered layer; `others` are left to SGD."""
         given = set(params)
         parts = []
-        self.elements: list[nn.Parameter] = []
+        self.elements: Params = []
         for site in sites:
             active = [s for s in site.segments if s.param in given]
             # Not norms, tables, nor a bias that is trained alone.
@@ -120,15 +99,12 @@ class Orthogonal:
         self.params = [p for block in self.blocks for p in block.params]
         taken = set(self.params)
         self.others = [p for p in params if p not in taken]
-        self.records = params[0].is_cuda  # unless a recording did not fit
+        self.replay = Replay(params[0].device)
         self.key: object = None
         self.where: list[int] = []  # of the directions that a recording reads
         self.places: Tensors = {}  # or that it has of its own
-        self.graph: Graph | None = None
 
-    def step(
-        self, state: Any, group: Mapping[str, Any], directions: Tensors
-    ) -> None:
+    def step(self, state: Any, group: Group, directions: Tensors) -> None:
         """In place."""
         if not self.params:
             return
@@ -153,22 +129,31 @@ class Orthogonal:
             nesterov=group["nesterov"],
             maximize=group["maximize"],
         )
-        with torch.autocast(self.params[0].device.type, enabled=False):
-            if torch.compiler.is_compiling() or not self._recorded(inputs):
+        traced = torch.compiler.is_compiling() or capturing()
+        with torch.autocast(self.replay.device.type, enabled=False):
+            if traced or self.replay.make_graph is None:
                 for block in self.blocks:
                     block.step(inputs)
             else:
                 self._replay(inputs)
 
-    def _recorded(self, inputs: StepInputs) -> bool:
-        """Whether there is a recording of this step: from the second time on that all of it lies
-        where it did.
+    def _replay(self, inputs: StepInputs) -> None:
+        """The step with rates on the device: recorded as soon as all of it lies where it did.
 
         Directions may lie elsewhere every time. From the first time that they do, they are copied
         to where a recording has them.
         """
-        if not self.records or capturing():
-            return False
+        self._settle(inputs)
+        for place, rate in zip(self.rates, inputs.rates, strict=True):
+            place.fill_(rate)
+        write([(place, inputs.xs[p]) for p, place in self.places.items()])
+        inputs = inputs._replace(xs=self.places or inputs.xs, rates=self.rates)
+        launch = partial(self._launch, inputs)
+        self.replay(launch, (self.key, bool(self.places)))
+        torch.autograd.graph.increment_version(self.params)
+
+    def _settle(self, inputs: StepInputs) -> None:
+        """Rates, and directions where these move, get places that stay as long as all else does."""
         xs = [*inputs.xs.values()]
         states = *inputs.buffers.values(), *inputs.roots.values()
         addresses = [t.data_ptr() for t in (*self.params, *states)]
@@ -177,61 +162,19 @@ class Orthogonal:
         if key != self.key:
             self.key = key
             self.where = where
-            self.graph = None
             self.places = {}
-            return False
-        moved = where != self.where
-        if self.graph is None or (moved and not self.places):
-            try:
-                self._record(inputs, moved)
-            except (
-                torch.OutOfMemoryError
-            ):  # a graph cannot use what others have freed
-                self.records = False
-        return self.records
+            lead = self.params[0]
+            rates = lead.new_zeros(4, dtype=wide(lead.dtype))
+            self.rates = rates.unbind()
+        elif where != self.where and not self.places:
+            self.places = {
+                p: torch.empty_like(x) for p, x in inputs.xs.items()
+            }
 
-    def _record(self, inputs: StepInputs, moved: bool) -> None:
-        """Record the step, with rates of its own, and directions of its own where these move."""
-        # The old one goes before the next is begun, which may fail.
-        self.graph = None
-        self.places = {}
-        lead = self.params[0]
-        rates = torch.zeros(4, dtype=wide(lead.dtype), device=lead.device)
-        self.rates = rates.unbind()
-        places = {
-            p: torch.empty_like(x) for p, x in inputs.xs.items() if moved
-        }
-        inputs = inputs._replace(xs=places or inputs.xs, rates=self.rates)
-        with torch.cuda.device(lead.device):
+    def _launch(self, inputs: StepInputs) -> None:
+        with torch.cuda.device_of(self.params[0]):
             for block in self.blocks:
-                block.recorded_step(inputs, dry=True)
-        self.graph = record(lead.device, partial(self._branch, inputs))
-        self.places = places
-
-    def _branch(self, inputs: StepInputs) -> None:
-        """The step as it is recorded: each block in a branch, which begins after what came before,
-        and the end waits for all.
-        """
-        device = self.params[0].device
-        here = torch.cuda.current_stream(device)
-        streams = [side_stream(device, 1 + i) for i in range(BRANCHES)]
-        for stream in streams:
-            stream.wait_stream(here)
-        try:
-            for i, block in enumerate(self.blocks):
-                with torch.cuda.stream(streams[i % BRANCHES]):
-                    block.recorded_step(inputs, dry=False)
-        finally:
-            for stream in streams:
-                here.wait_stream(stream)
-
-    def _replay(self, inputs: StepInputs) -> None:
-        assert self.graph is not None
-        for place, rate in zip(self.rates, inputs.rates, strict=True):
-            place.fill_(rate)
-        write([(place, inputs.xs[p]) for p, place in self.places.items()])
-        self.graph.replay()
-        torch.autograd.graph.increment_version(self.params)
+                block.recorded_step(inputs, dry=False)
 
 
 class Polar(SGD):
@@ -244,8 +187,8 @@ class Polar(SGD):
     def step(
         self,
         state: Any,
-        group: Mapping[str, Any],
-        params: list[nn.Parameter],
+        group: Group,
+        params: Params,
         directions: Directions,
     ) -> None:
         # Kept for each set of parameters that had gradients: some networks leave out layers by

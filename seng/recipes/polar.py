@@ -88,8 +88,7 @@ class StepInputs(NamedTuple):
         """
         lr, _, decay, _ = self.rates
         keep = 1 - lr * decay
-        dtype = moves[0].dtype
-        old = [p.to(dtype) for p in params]
+        old = [p.to(moves[0].dtype) for p in params]
         sums = torch._foreach_mul(old, keep)
         torch._foreach_sub_(sums, [*moves])
         torch._foreach_copy_([*params], sums)
@@ -144,8 +143,7 @@ class Part:
         """(h, n_G, n_A) of its h matrices."""
         h, n_G, n_A = self.site.shape(self.segments)
         columns = self.segments[0].shape[2]  # the weight comes first
-        thirds = n_G == QKV * columns
-        if thirds:
+        if n_G == QKV * columns:
             return QKV * h, columns, n_A
         return h, n_G, n_A
 

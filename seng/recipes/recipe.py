@@ -26,6 +26,8 @@ from torch.optim.sgd import sgd
 
 from seng.layers.sites import Site
 
+Group = Mapping[str, Any]
+Params = list[nn.Parameter]
 Directions = dict[nn.Parameter, Tensor]
 RECIPES: dict[str, type[Recipe]] = {}
 
@@ -42,8 +44,8 @@ class Recipe(ABC):
 
     def scaled(
         self,
-        group: Mapping[str, Any],
-        params: list[nn.Parameter],
+        group: Group,
+        params: Params,
         directions: Directions,
     ) -> Directions:
         """Directions in the recipe's own units."""
@@ -53,8 +55,8 @@ class Recipe(ABC):
     def step(
         self,
         state: Any,
-        group: Mapping[str, Any],
-        params: list[nn.Parameter],
+        group: Group,
+        params: Params,
         directions: Directions,
     ) -> None:
         """Update these parameters of the group in place."""
@@ -82,18 +84,16 @@ class SGD(Recipe):
     def step(
         self,
         state: Any,
-        group: Mapping[str, Any],
-        params: list[nn.Parameter],
+        group: Group,
+        params: Params,
         directions: Directions,
     ) -> None:
         options = {name: group[name] for name in OPTIONS}
-        # Without momentum torch asks for no buffers.
-        entries = [state[p] for p in params] if group["momentum"] else []
-        buffers = [entry.get("momentum_buffer") for entry in entries]
+        buffers: list[Tensor | None] = []
+        if group["momentum"]:  # without it torch asks for no buffers
+            buffers = [momentum_buffer(state[p], p) for p in params]
         given = [directions[p] for p in params]
         sgd([*params], given, buffers, dampening=0.0, **options)
-        for entry, buffer in zip(entries, buffers, strict=True):
-            entry["momentum_buffer"] = buffer
 
 
 @recipe("paper")
@@ -106,8 +106,8 @@ class Paper(SGD):
 
     def scaled(
         self,
-        group: Mapping[str, Any],
-        params: list[nn.Parameter],
+        group: Group,
+        params: Params,
         directions: Directions,
     ) -> Directions:
         return {p: directions[p] / float(group["damping"]) for p in params}
