@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import seng
-from seng.distributed.strategies import Averaged, _along
-from seng.distributed.team import Team
+from seng.distributed.team import Averaged, Team, _along
 
 CASES = {case.name: case for case in LAYERS}
 LAM = 0.3
@@ -679,9 +678,7 @@ def test_a_message_does_not_keep_the_strategy(monkeypatch):
         given.append(both)
         return sent
 
-    monkeypatch.setattr(
-        "seng.distributed.strategies.dist.all_reduce", all_reduce
-    )
+    monkeypatch.setattr("seng.distributed.team.dist.all_reduce", all_reduce)
     p = nn.Parameter(torch.ones(3))
     averaged = Averaged(Team("lagged", 2), nn.Linear(1, 1))
     averaged.message = {p: torch.ones(3)}, {}, None

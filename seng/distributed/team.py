@@ -1,33 +1,38 @@
-"""Which processes share the curvature, and what they send each other (section 4 of the paper).
+"""Which processes share the curvature, what they send each other, and when (section 4 of the paper).
 
     local    one process
     shared   one basis on all ranks, from the samples of all of them; nothing is sent between
-             refreshes
-             (ours; `pool`)
-    block    d = (1/𝓜) Σ_i λ(M_i + λI)⁻¹g: each rank has its own U_i, and one more gradient travels
-             at
-             every step (eq. sol-ls-1-dist)
-    lagged   d = g_k − (1/𝓜) Σ_i U_i b_i with b_i from g_{k−1}, which is known before the backward:
-             that
-             sum travels in the gradient's own message (eq. Dist-syn-2); the first step is not
-             lagged
+             refreshes (ours; `pool`)
+    block    each rank has its own U_i, and what they make of g is averaged, after the gradient
+    lagged   the same with g_{k−1}
+
+        d = g − (1/𝓜) Σ_i U_i b_i,   b_i = (λI + U_iᵀU_i)⁻¹U_iᵀ ĝ     (eqs. sol-ls-1-dist,
+                                                                      Dist-syn-2)
+
+`block` has ĝ = g: one more gradient travels at every step. `lagged` has ĝ = g_{k−1}: the sum is known
+before the backward and travels in the gradient's own messages; on refresh steps U_i is new, and it
+travels by itself; the first step is not lagged. With eq. 23 for U_i b_i the means of its two sides
+are taken, not of their product.
 
 DistributedDataParallel averages the ranks' gradients, however many samples each has. So M = (1/𝓜)
-Σ_i M_i.
+Σ_i M_i. A `Team` sends; `Shared` and `Averaged` say what, chosen once and asked at every refresh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.functional import pad
 
-from seng.layers.sites import is_sharded
+from seng.layers.sites import Site, is_sharded
 
 BUCKET = 2**26  # bytes after which another message begins
 
@@ -160,3 +165,296 @@ def _mesh(module: nn.Module | None) -> Any:
                 "ranks: SENG works with one mesh; of several dimensions, it has all ranks"
             )
         return mesh
+
+
+Tensors = dict[Any, Tensor]  # by parameter
+
+
+class SiteCensus(NamedTuple):
+    """What the ranks have captured of a layer."""
+
+    counts: list[int]  # samples on every rank
+    samples: int  # on all of them
+    kappa: int  # positions per sample, at most
+    captured: bool  # whether any rank's backward reached it
+    mismatch: str | None  # why dimension 0 of its input cannot be the sample
+
+
+class Census(NamedTuple):
+    """What the ranks have captured for a refresh."""
+
+    total: int  # B, of all ranks
+    half: bool  # whether any of it is in half precision
+    sites: list[SiteCensus]
+
+
+class Covered(NamedTuple):
+    """A layer that some rank has curvature of."""
+
+    site: Site
+    active: Any  # its segments
+    rank: Any  # of the sides that are averaged; None where eq. 23 is not used
+
+
+class Shared:
+    """One curvature for all; a process on its own has nobody to ask."""
+
+    averages = False  # whether directions are averaged at every step
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.met = not team.many  # whether the ranks have compared weights
+        self.covered: dict[int, Covered] = {}  # where `averages`, on any rank
+
+    def meet(
+        self, sites: Sequence[Site], account: dict[str, Any], own: Any
+    ) -> list[Any]:
+        """What each rank has of its `own`; refused where they train otherwise."""
+        lines = [("strategy", self.team.strategy), *account.items()]
+        lines.append(("layers", len(sites)))
+        for site in sites:
+            shapes = [s.shape for s in site.segments]
+            lines.append(("layers", f"{site.name} {shapes}"))
+        told = self.team.told((lines, own), "meeting the other ranks")
+        for rank, (others, _) in enumerate(told):
+            for (key, value), (_, first) in zip(
+                others, told[0][0], strict=False
+            ):
+                if value != first:
+                    raise ValueError(
+                        f"rank {rank} differs from rank 0 in its {key}: {value} where rank 0 has "
+                        f"{first}; all ranks build the same network and the same optimizer"
+                    )
+        return [theirs for _, theirs in told]
+
+    def compare(self, params: Sequence[nn.Parameter]) -> None:
+        """The first time, refuse ranks that train different weights."""
+        if self.met or any(map(is_sharded, params)):
+            return
+        self.met = True
+        own, device = [int(_bits(params))], params[0].device
+        rows = self.team.gathered(own, device, "comparing weights")
+        _check_alike(
+            rows,
+            "weights",
+            ": wrap the network in DistributedDataParallel, which makes them alike, or seed all "
+            "ranks alike before it is built",
+        )
+
+    def census(
+        self, samples: Any, step: int, params: Any, dampings: Any
+    ) -> Census:
+        """What each rank has captured; all must be at the same step and damping."""
+        looks = [samples.look(i) for i in range(len(samples.sites))]
+        # The hash of floats is the same in every process.
+        lam = hash(tuple([dampings[p] for p in params])) % 2**62
+        own = [step, lam, samples.total, int(samples.half)]
+        for look in looks:
+            own += look.code, look.kappa
+        rows, when = [own], f" at step {step}"
+        if self.team.many:
+            self.compare(params)
+            what = "the refresh" + when
+            rows = self.team.gathered(own, samples.device, what)
+        steps, lams, totals, halves, *rest = zip(*rows, strict=True)
+        if len(set(steps)) > 1:
+            raise RuntimeError(
+                f"the ranks refresh their curvature at different steps: {list(steps)}"
+            )
+        _check_alike(lams, "dampings", when + ": all ranks need the same")
+        sites = []
+        for look, codes, kappas in zip(
+            looks, rest[::2], rest[1::2], strict=True
+        ):
+            mismatch = look.mismatch
+            if mismatch is None and -1 in codes:
+                mismatch = f"on rank {codes.index(-1)} dimension 0 of its input is not the sample"
+            counts = [max(0, code - 1) for code in codes]
+            captured = max(codes) > 0
+            sites.append(
+                SiteCensus(
+                    counts, sum(counts), max(kappas), captured, mismatch
+                )
+            )
+        return Census(sum(totals), any(halves), sites)
+
+    def loaded(self, state: list[int], device: torch.device) -> bool:
+        """Whether all ranks have loaded the same, so that they can go on from it."""
+        rows = self.team.gathered(state, device, "comparing what was loaded")
+        return rows.count(rows[0]) == len(rows)
+
+    def agree(
+        self, states: dict[int, Any], refreshed: list[int], sites: list[Site]
+    ) -> list[int]:
+        """Make the refreshed states alike; the layers that are to be built anew.
+
+        Should rounding have parted the ranks, the first one's holds.
+        """
+        if not self.team.many or not refreshed:
+            return []
+        kept = []
+        own = []
+        for i in refreshed:
+            tensors = states[i].tensors()
+            if sites[i].sharded:  # each rank has its own part of U
+                apart = {id(t) for t in states[i].U.tensors()}
+                tensors = [t for t in tensors if id(t) not in apart]
+            kept.append(tensors)
+            own.append([states[i].columns, int(_bits(tensors))])
+        device = sites[0].lead.device
+        rows = self.team.gathered(own, device, "comparing bases")
+        anew = []
+        for i, tensors, *seen in zip(refreshed, kept, *rows, strict=True):
+            widths = {columns for columns, _ in seen}
+            if len(widths) > 1:
+                anew.append(i)
+            elif seen.count(seen[0]) < len(seen):
+                self.team.from_first(tensors, "sharing a basis")
+        return anew
+
+
+# A rank's corrections that travel with the gradients, their mean, and the stamp that both hold for.
+NOTHING: Any = {}, {}, None
+
+
+class Averaged(Shared):
+    """Directions of `block` and `lagged`."""
+
+    averages = True
+
+    def __init__(self, team: Team, module: nn.Module) -> None:
+        super().__init__(team)
+        self.message = NOTHING
+        self.before: Tensors = {}  # where lagged: the last step's gradients
+        self.lagged = team.strategy == "lagged"
+        self.hooked = False
+        ddp = nn.parallel.DistributedDataParallel
+        if self.lagged and team.many and isinstance(module, ddp):
+            # Where there is a hook already, sums travel alone.
+            with suppress(RuntimeError):
+                module.register_comm_hook((team, weakref.ref(self)), _along)
+                self.hooked = True
+
+    def loaded(self, *_: Any) -> bool:
+        """Never: nobody knows which layers the others have curvature of."""
+        self.covered, self.before, self.message = {}, {}, NOTHING
+        return False
+
+    def agree(
+        self, states: dict[int, Any], refreshed: list[int], sites: list[Site]
+    ) -> list[int]:
+        """Relative dampings refer to the ranks' mean of the largest eigenvalue."""
+        tops = sites[0].lead.new_zeros(len(sites), dtype=torch.float64)
+        for i, state in states.items():
+            tops[i] = state.top
+        self.team.mean_([tops], "agreeing on λ")
+        for i, state in states.items():
+            state.top.copy_(tops[i])
+        return []
+
+    def directions(self, grads: Tensors, plan: Any, stamp: Any) -> Tensors:
+        """What came along with the gradients holds while the stamp is the same."""
+        sent, mean, stamped = self.message
+        self.message = NOTHING
+        if mean.keys() != sent.keys() or stamped != stamp:
+            base = {p: self.before.get(p, g) for p, g in grads.items()}
+            mean = self._mean(base, plan)
+        if self.lagged:
+            self.before = {p: g.clone() for p, g in grads.items()}
+        return {
+            p: g - mean[p].to(g.dtype) if p in mean else g
+            for p, g in grads.items()
+        }
+
+    def ahead(self, plan: Any, stamp: Any) -> None:
+        """What can be sent along with the next gradients, if they refresh nothing."""
+        one_sided = all(c.rank is None for c in self.covered.values())
+        if self.hooked and self.before and one_sided:
+            self.message = self._corrections(self.before, plan), {}, stamp
+
+    def _mean(self, base: Tensors, plan: Any) -> Tensors:
+        """(1/𝓜) Σ_i U_i b_i by parameter."""
+        out = self._corrections(base, plan)
+        self.team.mean_(list(out.values()), "averaging directions")
+        for i, (site, active, rank) in self.covered.items():
+            if rank is not None:
+                d = out[i, "G"] @ out[i, "A"].mT
+                out |= site.scatter(active, d.flatten())
+        return out
+
+    def _corrections(self, base: Tensors, plan: Any) -> Tensors:
+        """This rank's U_i b_i by parameter, or by layer the two sides of eq. 23."""
+        solved = plan.directions(base)
+        out: Tensors = {}
+        for i, covered in sorted(self.covered.items()):
+            if covered.rank is not None:
+                sides = _sides(covered, plan.solver(i), base)
+                out[i, "G"], out[i, "A"] = sides
+                continue
+            params = [s.param for s in covered.active]
+            out |= {p: base[p] - solved[p] for p in params if p in base}
+        return out
+
+
+def _sides(covered: Covered, solver: Any, base: Tensors) -> list[Tensor]:
+    """Gᶜ and Aᶜ of C_U(b), zero where this rank has no curvature of the layer."""
+    site, active, rank = covered
+    if solver is None:
+        h, *sizes = site.shape(active)
+        zeros = site.lead.new_zeros
+        return [zeros(h, n, rank, dtype=site.dtype) for n in sizes]
+    g = site.gather(active, base, site.dtype)
+    b, _ = solver.coefficients(solver.project(g))
+    sides = solver.U.sides(b.to(site.dtype))
+    return [pad(t.to(site.dtype), (0, rank - t.shape[-1])) for t in sides]
+
+
+def _along(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations
+    """DDP's own mean of a bucket, with ours behind it while the optimizer lives."""
+    team, strategy = state
+    averaged = strategy()
+    sent, received, _ = NOTHING if averaged is None else averaged.message
+    grads = bucket.buffer()
+    extra = {p: sent[p] for p in bucket.parameters() if p in sent}
+    rows = [grads, *[t.to(grads.dtype) for t in extra.values()]]
+    both = _flatten_dense_tensors(rows).div_(team.size)
+    reduced = dist.all_reduce(both, group=team.group, async_op=True)
+
+    # gloo's thread may hold on to this a little longer than the backward takes. It must not hold
+    # the strategy: an optimizer that is gone on one rank would still be there on another, whose
+    # message would be twice as long.
+    def arrived(done: Any) -> Any:
+        mean, *parts = _unflatten_dense_tensors(done.value()[0], rows)
+        received.update(zip(extra, parts, strict=True))
+        return grads.copy_(mean)
+
+    return reduced.get_future().then(arrived)
+
+
+def strategy_of(strategy: str | None, module: nn.Module) -> Any:
+    """The strategy of a module's ranks."""
+    team = team_of(strategy, module)
+    return Averaged(team, module) if team.averages else Shared(team)
+
+
+def _check_alike(values: Sequence[Any], what: str, advice: str) -> None:
+    """Refuse ranks that have something else than the first."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise RuntimeError(
+                f"the {what} of rank {rank} are not those of rank 0{advice}"
+            )
+
+
+def _bits(tensors: Sequence[Tensor]) -> Tensor:
+    """A sum () of all bits: tensors that differ have different ones, but for rare cases.
+
+    It does not depend on the order of summation.
+    """
+    sums = []
+    for t in tensors:
+        # A single number may have any stride.
+        flat = t.detach().contiguous().as_strided((t.numel(),), (1,))
+        words = flat.view(getattr(torch, f"int{8 * min(8, t.itemsize)}"))
+        sums.append(words.sum(dtype=torch.int64).to(tensors[0].device))
+    return torch.stack(sums).sum()

@@ -353,15 +353,11 @@ def push(
     room: Tensor,
     momentum: Tensor,
     nesterov: bool,
-    dry: bool = False,
 ) -> None:
-    """b ← μb + x, and b, or x + μb, into its room (h, rows, columns), as x lies in memory.
-
-    A dry one does nothing but compile the kernel.
-    """
-    n = 0 if dry else x.numel()
+    """b ← μb + x, and b, or x + μb, into its room (h, rows, columns), as x lies in memory."""
+    n = x.numel()
     places = *room.shape[1:], *room.stride()
-    _push[_programs(n)](
+    _push[(triton.cdiv(n, PIECE),)](
         x, b, room, momentum, n, *places, NESTEROV=nesterov, TILE=PIECE
     )
 
@@ -374,19 +370,13 @@ def pull(
     least: float,
     lr: Tensor,
     decay: Tensor,
-    dry: bool = False,
 ) -> None:
     """θ ← (1 − lr·decay)·θ − lr·root·q/max(length, least).
 
     q lies in rooms as `push` fills them, and each number of it has its length.
     """
-    n = 0 if dry else p.numel()
+    n = p.numel()
     places = *room.shape[1:], *room.stride(), *length.stride()
-    _pull[_programs(n)](
+    _pull[(triton.cdiv(n, PIECE),)](
         p, room, length, root, least, lr, decay, n, *places, TILE=PIECE
     )
-
-
-def _programs(n: int) -> tuple[int]:
-    """How many programs `push` or `pull` needs: at least one, which compiles it."""
-    return (max(1, -(-n // PIECE)),)

@@ -32,11 +32,8 @@ ALIGNED = 256  # bytes: where inputs and outputs begin
 
 
 @cache
-def side_stream(device: torch.device, branch: int = 0) -> torch.cuda.Stream:
-    """The stream on which graphs of a device are recorded, or one for a branch of them.
-
-    There is one for all graphs, since libraries keep a workspace for each stream.
-    """
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which all graphs are recorded: libraries keep a workspace for each."""
     return torch.cuda.Stream(device)
 
 

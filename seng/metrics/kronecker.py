@@ -220,6 +220,7 @@ class Kronecker(Metric):
 
     def __init__(self, curvature: Curvature) -> None:
         self.curvature = curvature
+        self.decay = curvature.averaging
         self.options: dict[str, Any] = {
             "power": float(curvature.power),
             "relative": curvature.relative_damping,
@@ -240,7 +241,7 @@ class Kronecker(Metric):
         old, draw = layer.previous, layer.generator("base")
         seen_G = Moment(layer.U.outputs(), team, 1 / team.size)
         seen_A = inputs(layer.U, team, draw.initial_seed())
-        rank, decay = self.curvature.base_rank, self.curvature.averaging
+        rank, decay = self.curvature.base_rank, self.decay
         G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
         A = updated(getattr(old, "A", None), seen_A, rank, decay, draw)
         return KroneckerState(G, A, noise(layer.precision), **self.options)
@@ -250,7 +251,7 @@ class Kronecker(Metric):
         team.sum_([v], WHAT)
         old = getattr(layer.previous, "v", None)
         if old is not None:
-            v = old.lerp(v, 1 - self.curvature.averaging)
+            v = old.lerp(v, 1 - self.decay)
         return DiagonalState(v, **self.options)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from seng.distributed.sharded import check_placements
-from seng.distributed.strategies import strategy_of
+from seng.distributed.team import strategy_of
 from seng.gpu.recorder import Recorder, settle
 from seng.layers.kinds import ON_REQUEST
 from seng.layers.samples import Collector

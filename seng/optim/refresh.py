@@ -14,7 +14,7 @@ from torch import Tensor
 from seng.distributed.pool import empty
 from seng.distributed.sharded import in_use as in_use_anywhere
 from seng.distributed.sharded import spread_basis
-from seng.distributed.strategies import Census, Covered
+from seng.distributed.team import Census, Covered
 from seng.layers.samples import Look
 from seng.layers.sites import Site
 from seng.linalg.operators import Merged, Operator

@@ -64,10 +64,7 @@ class Elements:
         inputs.subtract(self.params, _unflatten_dense_tensors(moves, roots))
         torch._foreach_copy_(roots, [*_unflatten_dense_tensors(r, roots)])
 
-    def recorded_step(self, inputs: StepInputs, dry: bool) -> None:
-        """`step`; a dry one does nothing."""
-        if not dry:
-            self.step(inputs)
+    launch = step
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -174,7 +171,7 @@ class Orthogonal:
     def _launch(self, inputs: StepInputs) -> None:
         with torch.cuda.device_of(self.params[0]):
             for block in self.blocks:
-                block.recorded_step(inputs, dry=False)
+                block.launch(inputs)
 
 
 class Polar(SGD):

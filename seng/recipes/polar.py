@@ -220,24 +220,19 @@ class Stack:
             move = (q * scale).reshape(s.shape)
             inputs.subtract([s.param], [s.back(move)])
 
-    def recorded_step(self, inputs: StepInputs, dry: bool) -> None:
-        """`step` in a recording, where rates are tensors, by kernels where they can serve.
-
-        A dry one compiles these, and does nothing else.
-        """
+    def launch(self, inputs: StepInputs) -> None:
+        """`step` where rates are on the device, by kernels where they can serve."""
         if not self._fuses(inputs.buffers):
-            if not dry:
-                self.step(inputs)
+            self.step(inputs)
             return
         lr, mu, decay, _ = inputs.rates
         X, rooms = self._rooms()
         for p, room in zip(self.params, rooms, strict=True):
             x = inputs.downhill(p)
             b = inputs.buffers[p]
-            kernels.push(x, b, room, mu, inputs.nesterov, dry)  # type: ignore[arg-type]
-        Q = X if dry else polar(X)
-        for s, q, length, root, least in self._measured(Q):
-            kernels.pull(s.param, q, length, root, least, lr, decay, dry)  # type: ignore[arg-type]
+            kernels.push(x, b, room, mu, inputs.nesterov)  # type: ignore[arg-type]
+        for s, q, length, root, least in self._measured(polar(X)):
+            kernels.pull(s.param, q, length, root, least, lr, decay)  # type: ignore[arg-type]
 
     def _fuses(self, buffers: Tensors) -> bool:
         """Whether the kernels can serve it."""
