@@ -277,16 +277,22 @@ def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
     if parts is None:
         return value
     changed = [_with(part, tensors) for part in parts]
-    if is_dataclass(value):
-        names = [field.name for field in fields(value)]
-        return replace(value, **dict(zip(names, changed, strict=True)))  # type: ignore[type-var]
+    names = _names(type(value))
+    if names:
+        return replace(value, **dict(zip(names, changed, strict=True)))
     return type(value)(changed)
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    """The fields of a dataclass."""
+    if not is_dataclass(kind):
+        return ()
+    return tuple([field.name for field in fields(kind)])
 
 
 def _parts(value: Any) -> Sequence[Any] | None:
     """The entries of a tuple or list, the fields of a dataclass; None of anything else."""
     if isinstance(value, tuple | list):
         return value
-    if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
-    return None
+    return [getattr(value, name) for name in _names(type(value))] or None

@@ -16,7 +16,8 @@ once. Each step solves by `seng.metrics.woodbury`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -306,7 +307,8 @@ def _basis(d: Draft, values: Tensor, V: Tensor, run: Run) -> Draft:
     if not V.shape[1]:
         Y = d.U.explicit().U.T.to(d.gram.dtype)
     else:
-        (Y,) = run(_combined, d.U, V)
+        with coarser(d.layer.half and V.is_cuda):
+            (Y,) = run(_combined, d.U, V)
         if d.sketched:
             error = deviation(Y, values.to(Y.dtype))
     largest = None if d.sketched else d.top
@@ -325,3 +327,20 @@ def reduced_factors(U: Operator, rank: int, generator: Draw) -> Operator:
         return factors or U
     dtype = factors.values.dtype
     return reduced(factors.to(wide(dtype)), rank, generator()).to(dtype)
+
+
+@contextmanager
+def coarser(allowed: bool) -> Iterator[None]:
+    """Products of float32 numbers in TF32, whose digits a basis in float16 keeps."""
+    matmul = torch.backends.cuda.matmul
+    if not (
+        allowed and hasattr(matmul, "fp32_precision")
+    ):  # not before torch 2.9
+        yield
+        return
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
