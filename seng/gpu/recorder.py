@@ -277,10 +277,11 @@ def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
     if parts is None:
         return value
     changed = [_with(part, tensors) for part in parts]
-    names = _names(type(value))
+    kind: Any = type(value)
+    names = _names(kind)
     if names:
         return replace(value, **dict(zip(names, changed, strict=True)))
-    return type(value)(changed)
+    return kind(changed)
 
 
 @cache
@@ -295,4 +296,5 @@ def _parts(value: Any) -> Sequence[Any] | None:
     """The entries of a tuple or list, the fields of a dataclass; None of anything else."""
     if isinstance(value, tuple | list):
         return value
-    return [getattr(value, name) for name in _names(type(value))] or None
+    kind: Any = type(value)
+    return [getattr(value, name) for name in _names(kind)] or None
