@@ -46,7 +46,8 @@ class Share:
 
     def part(self, rank: int) -> Tensor:
         """What this rank, the rank-th, has of Y (k, n)."""
-        U, first = self.U, sum(self.counts[:rank])
+        U = self.U
+        first = sum(self.counts[:rank])
         own = slice(first, first + U.samples)
         if self.V is not None:
             return U.combine(self.V[own].to(U.dtype))
@@ -78,7 +79,8 @@ def pooled(
     if not half or not team.many:
         team.sum_(parts, ADDING)
         return parts
-    sizes = torch.stack([Y.abs().amax() for Y in parts]).nan_to_num(0, 0, 0)
+    largest = [Y.abs().amax() for Y in parts]
+    sizes = torch.stack(largest).nan_to_num(0, 0, 0)
     team.sum_([sizes], "comparing the ranks' bases")
     scales = torch.where(sizes > 0, sizes, 1).unbind()
     small = [Y.div(c).half() for Y, c in zip(parts, scales, strict=True)]
@@ -104,7 +106,8 @@ def _find_directions(
     for s in shares:
         s.V = sent.new_zeros(sum(s.counts), s.rank)
     for i, s in enumerate(mine):
-        rows = [part.view(len(s.Xi), -1) for part in parts[i :: len(mine)]]
+        received = parts[i :: len(mine)]  # Ξ_i of each rank
+        rows = [part.view(len(s.Xi), -1) for part in received]
         s.V = _leading(torch.cat(rows, 1), s.rank, s.generator())
     team.sum_([s.V for s in shares], "dealing out the directions")
 
@@ -132,10 +135,12 @@ def _leading(Xi: Tensor, k: int, generator: torch.Generator) -> Tensor:
     X = Xi if tall else Xi.mT
     K = X.mT @ X
     fine = K.isfinite().all()
-    K = torch.where(fine, K, 0).to(widest(Xi))[None]
+    K = torch.where(fine, K, 0)
+    K = K.to(widest(Xi))[None]
     (values,), (V,) = spectrum(K, k, start(K, k, generator))
     if not tall:
-        smallest = len(Xi) * torch.finfo(Xi.dtype).eps * values[:1]
+        eps = torch.finfo(Xi.dtype).eps
+        smallest = len(Xi) * eps * values[:1]
         there = values > smallest  # the others are rounding
         scale = torch.where(there, values, 1).rsqrt() * there
         V = X @ (V * scale).to(Xi.dtype)

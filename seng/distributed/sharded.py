@@ -57,7 +57,8 @@ def holders(p: Any) -> Team:
             "a parameter is sharded along two dimensions of its device mesh: SENG works with one"
         )
     group = p.device_mesh.get_group(cut[0])
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     return Team("shared", size, rank, group)
 
 
@@ -86,7 +87,8 @@ class Sharded(Merged):
 
 def parts_of(U: Sharded, params: Sequence[Tensor]) -> list[Tensor]:
     """A basis as one DTensor (*shape, k) per parameter: checkpoints can spread them anew."""
-    k, own = U.samples, [local(p) for p in params]
+    k = U.samples
+    own = [local(p) for p in params]
     out = []
     basis = U.explicit().U
     pieces = basis.split([part.numel() for part in own])
@@ -101,7 +103,10 @@ def from_parts(
     """A basis from one tensor (*shape, k) per parameter; whole tensors are spread."""
     rows = []
     for t, p in zip(parts, params, strict=True):
-        own = local(t) if is_sharded(t) else spread(t.to(p.device), p)
+        if is_sharded(t):
+            own = local(t)
+        else:
+            own = spread(t.to(p.device), p)
         rows.append(own.reshape(-1, t.shape[-1]))
     Y = torch.cat(rows).to(dtype).T.contiguous()
     layout = 1, 1, Y.shape[1]
@@ -110,7 +115,8 @@ def from_parts(
 
 def in_use(site: Site, grads: Any) -> bool:
     """Whether a gradient has reached any rank's part of a spread site."""
-    lead, reached = site.lead, [site.in_use(grads)]
+    lead = site.lead
+    reached = [site.in_use(grads)]
     what = "looking at gradients"
     return [1] in holders(lead).gathered(reached, lead.device, what)
 

@@ -232,7 +232,8 @@ class Shared:
         if self.met or any(map(is_sharded, params)):
             return
         self.met = True
-        own, device = [int(_bits(params))], params[0].device
+        own = [int(_bits(params))]
+        device = params[0].device
         rows = self.team.gathered(own, device, "comparing weights")
         _check_alike(
             rows,
@@ -251,7 +252,8 @@ class Shared:
         own = [step, lam, samples.total, int(samples.half)]
         for look in looks:
             own += look.code, look.kappa
-        rows, when = [own], f" at step {step}"
+        rows = [own]
+        when = f" at step {step}"
         if self.team.many:
             self.compare(params)
             what = "the refresh" + when
@@ -295,12 +297,13 @@ class Shared:
         kept = []
         own = []
         for i in refreshed:
-            tensors = states[i].tensors()
+            state = states[i]
+            tensors = state.tensors()
             if sites[i].sharded:  # each rank has its own part of U
-                apart = {id(t) for t in states[i].U.tensors()}
+                apart = {id(t) for t in state.U.tensors()}
                 tensors = [t for t in tensors if id(t) not in apart]
             kept.append(tensors)
-            own.append([states[i].columns, int(_bits(tensors))])
+            own.append([state.columns, int(_bits(tensors))])
         device = sites[0].lead.device
         rows = self.team.gathered(own, device, "comparing bases")
         anew = []
@@ -337,7 +340,9 @@ class Averaged(Shared):
 
     def loaded(self, *_: Any) -> bool:
         """Never: nobody knows which layers the others have curvature of."""
-        self.covered, self.before, self.message = {}, {}, NOTHING
+        self.covered = {}
+        self.before = {}
+        self.message = NOTHING
         return False
 
     def agree(
@@ -406,7 +411,8 @@ def _sides(covered: Covered, solver: Any, base: Tensors) -> list[Tensor]:
     g = site.gather(active, base, site.dtype)
     b, _ = solver.coefficients(solver.project(g))
     sides = solver.U.sides(b.to(site.dtype))
-    return [pad(t.to(site.dtype), (0, rank - t.shape[-1])) for t in sides]
+    missing = rank - solver.U.kappa
+    return [pad(t.to(site.dtype), (0, missing)) for t in sides]
 
 
 def _along(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations
@@ -416,7 +422,8 @@ def _along(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annota
     sent, received, _ = NOTHING if averaged is None else averaged.message
     grads = bucket.buffer()
     extra = {p: sent[p] for p in bucket.parameters() if p in sent}
-    rows = [grads, *[t.to(grads.dtype) for t in extra.values()]]
+    ours = [t.to(grads.dtype) for t in extra.values()]
+    rows = [grads, *ours]
     both = _flatten_dense_tensors(rows).div_(team.size)
     reduced = dist.all_reduce(both, group=team.group, async_op=True)
 
@@ -454,7 +461,8 @@ def _bits(tensors: Sequence[Tensor]) -> Tensor:
     sums = []
     for t in tensors:
         # A single number may have any stride.
-        flat = t.detach().contiguous().as_strided((t.numel(),), (1,))
+        flat = t.detach().contiguous()
+        flat = flat.as_strided((t.numel(),), (1,))
         words = flat.view(getattr(torch, f"int{8 * min(8, t.itemsize)}"))
         sums.append(words.sum(dtype=torch.int64).to(tensors[0].device))
     return torch.stack(sums).sum()

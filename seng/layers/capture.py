@@ -158,7 +158,9 @@ class _Hook(Inert):
         capture.eager = True
         # What is not made by this forward may be written to before the step, as a buffer for
         # batches.
-        kept = a.detach().clone() if a.grad_fn is None else a.detach()
+        kept = a.detach()
+        if a.grad_fn is None:
+            kept = kept.clone()
         receive = partial(capture.receive, self.index, *mode)
         # A layer may have saved its output, which stays as it is.
         with _unsafe_preserve_version_counter(out):

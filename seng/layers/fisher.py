@@ -59,7 +59,10 @@ def seeds(
     positions = f[0, ..., 0].numel()
     for h in columns:
         h = (h / positions**0.5).to(f.dtype)
-        yield h.movedim(-1, 1) if out.dim() > 3 else h.view(out.shape)
+        if out.dim() > 3:
+            yield h.movedim(-1, 1)
+        else:
+            yield h.view(out.shape)
 
 
 def _columns(p: Tensor, loss: Loss) -> Iterator[Tensor]:
@@ -81,7 +84,8 @@ def _columns(p: Tensor, loss: Loss) -> Iterator[Tensor]:
             h *= (flat * (1 - flat)).sqrt()
         elif loss == "cross-entropy":
             q = flat[:, t]  # (B, C)
-            h[:, t] = (h[:, t] - q) * q[:, c, None].sqrt()
+            root = q[:, c, None].sqrt()
+            h[:, t] = (h[:, t] - q) * root
         yield m**0.5 * h.view_as(p)
 
 

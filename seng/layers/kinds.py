@@ -114,14 +114,16 @@ def _from_factors(
 
     Windows stay as they are where they can: of one group, with a weight that comes first.
     """
+    h = shape[0]
     if isinstance(found, Windows):
         names = [name for name, _ in parts]
         known = names in (["weight"], ["weight", "bias"])
-        if known and shape[0] == 1 and found.G.numel():
+        if known and h == 1 and found.G.numel():
             return replace(found, bias=len(names) - 1)
         found = [X[:, 0] for X in found.factors().tensors()]
     G, A = (X if X.dim() == 3 else X[..., None] for X in found)
-    G, A = (X.unflatten(1, (shape[0], -1)) for X in (G, A))
+    G = G.unflatten(1, (h, -1))
+    A = A.unflatten(1, (h, -1))
     own = {"weight": A, "bias": torch.ones_like(A[:, :, :1])}
     A = _joined(parts, own, 2)
     dtype = torch.promote_types(G.dtype, A.dtype)
@@ -250,8 +252,10 @@ def positions(x: Tensor) -> Tensor:
 @factors(nn.Linear)
 def _linear(layer: nn.Linear, a: Tensor, g: Tensor) -> Windows:
     """The same as a convolution of width 1 over the positions."""
-    G, A = positions(g).mT, positions(a).mT
-    return Windows(G, A, (1,), (1,), (0, 0), (1,))
+    G = positions(g).mT
+    A = positions(a).mT
+    one = (1,)
+    return Windows(G, A, one, one, (0, 0), one)
 
 
 def _conv(layer: _ConvNd, a: Tensor, g: Tensor) -> Windows:
@@ -280,11 +284,13 @@ def _conv_transpose(
         reach = layer.dilation[i] * (k - 1)
         left = reach - int(layer.padding[i])
         shape.append(length)
-        pad = [left, g.shape[2 + i] + reach - length - left, *pad]
+        right = g.shape[2 + i] + reach - length - left
+        pad = [left, right, *pad]
     stuffed = a.new_zeros(shape)
     places: Any = [slice(None, None, m) for m in layer.stride]
     stuffed[:, :, *places] = a
-    ones, zeros = (1,) * len(layer.kernel_size), (0,) * len(pad)
+    ones = (1,) * len(layer.kernel_size)
+    zeros = (0,) * len(pad)
     how = layer.kernel_size, ones, zeros, layer.dilation
     return Windows(g, F.pad(stuffed, pad), *how)
 
@@ -298,7 +304,8 @@ def _transposed_rows(
     if name == "bias":
         return _as_rows(layer, name, p)
     p = p.unflatten(0, (layer.groups, -1))  # (h, in/h, out/h, *kernel)
-    return p.flip([*range(3, p.dim())]).transpose(1, 2).flatten(2)
+    kernel = [*range(3, p.dim())]
+    return p.flip(kernel).transpose(1, 2).flatten(2)
 
 
 def _from_transposed_rows(
@@ -308,7 +315,8 @@ def _from_transposed_rows(
         return d.flatten()
     inputs = layer.in_channels // layer.groups
     d = d.unflatten(2, (inputs, *layer.kernel_size)).transpose(1, 2)
-    return d.flip([*range(3, d.dim())]).flatten(0, 1)
+    kernel = [*range(3, d.dim())]
+    return d.flip(kernel).flatten(0, 1)
 
 
 @_registered(nn.Embedding, _from_lookup, 0, _as_rows, None, "lookup")
@@ -372,7 +380,8 @@ def _channels(
     In training the batch's statistics are taken as given, so that the mean of u_i is the gradient.
     """
     now = layer.training or layer.running_mean is None
-    mean, variance = layer.running_mean, layer.running_var
+    mean = layer.running_mean
+    variance = layer.running_var
     if now:
         mean = variance = None
     x_hat = norm(a, mean, variance, None, None, now, eps=layer.eps)

@@ -121,7 +121,8 @@ class Samples:
             self.columns = min(self.total, self.limit)
             return
         self.forget(trained=False)
-        self.columns, left = 0, self.limit
+        self.columns = 0
+        left = self.limit
         for forward in self.forwards:
             kept = min(forward.count, left)
             left -= kept
@@ -189,13 +190,15 @@ class Samples:
             piece = backward.pieces.get(index)
             if piece is None or piece.U is None:
                 continue
-            U, piece.U = piece.U, None
+            U = piece.U
+            piece.U = None
             halved = U.values.dtype == torch.bfloat16 and U.values.is_cuda
             stays = halved and U.form == "implicit"
             found.append(U if stays else U.to(dtype))
         # What is sent backward for the curvature alone is no mean over the batch.
         B = 1 if self.gated else self.total
-        return stacked(found).scaled(B / max(self.columns, 1) ** 0.5 / scale)
+        root = max(self.columns, 1) ** 0.5
+        return stacked(found).scaled(B / root / scale)
 
 
 class Collector(Capture):
@@ -281,7 +284,8 @@ class Collector(Capture):
         samples.half |= g.dtype in HALF
         with torch.autocast(g.device.type, enabled=False):
             if not member.kind.whole_batch:
-                a, g = a[:room], g[:room]
+                a = a[:room]
+                g = g[:room]
             # BatchNorm's rule needs to know the mode that the forward ran in.
             now = member.module.training
             member.module.training = training

@@ -287,7 +287,8 @@ def _clusters(
         params = owned.intersection(layer.parameters(recurse=False))
         if not params:
             continue
-        layers, others = [], []
+        layers = []
+        others = []
         for cluster in clusters:
             if params.isdisjoint(cluster[0]):
                 others.append(cluster)

@@ -70,30 +70,34 @@ class Factored(Operator):
 
     def gram_by_factors(self) -> Tensor:
         """elesum((A_iᵀA_j) ⊙ (G_iᵀG_j)) for every pair (eqs. 20 and 21)."""
-        G, A = self.outputs(), self.inputs().contiguous()  # (h, n, ϱr)
+        G = self.outputs()  # (h, n_G, ϱr)
+        A = self.inputs().contiguous()  # (h, n_A, ϱr)
         h, r, samples = len(G), self.kappa, self.samples
         numbers = operators.CHUNK // self.dtype.itemsize
         step = max(1, numbers // max(1, h * r * r * samples))
         out = self._empty(samples, samples)
         for i in range(0, samples, step):
             part = slice(i * r, (i + step) * r)
-            of_A, of_G = (product(X[..., part].mT, X) for X in (A, G))
+            of_A = product(A[..., part].mT, A)
+            of_G = product(G[..., part].mT, G)
             pairs = of_A.mul_(of_G)  # (h, step·r, ϱr)
-            out[i : i + step] = pairs.view(h, -1, r, samples, r).sum((0, 2, 4))
+            blocks = pairs.view(h, -1, r, samples, r)
+            out[i : i + step] = blocks.sum((0, 2, 4))
         return out
 
     def combine(self, V: Tensor) -> Tensor:
         """(UV)ᵀ; with one position per sample the columns need not be formed."""
         if self.kappa > 1:
             return super().combine(V)
-        Y = self._empty(V.shape[1], *self.shape)
+        k = V.shape[1]
+        Y = self._empty(k, *self.shape)
         for first, step, G, A in self.pairs():
             weighted = torch.einsum("ik,ihpg->hkgi", V, G.to(V.dtype))
             W = split_product(
                 weighted.flatten(1, 2), A[:, :, 0].transpose(0, 1)
             )
             stop = first + step * A.shape[3]
-            part = W.unflatten(1, (V.shape[1], -1)).transpose(0, 1)
+            part = W.unflatten(1, (k, -1)).transpose(0, 1)
             Y[..., first:stop:step] = part
         return Y.flatten(1)
 
@@ -156,7 +160,8 @@ def split_product(X: Tensor, Y: Tensor) -> Tensor:
     if Y.dtype not in HALF or not Y.is_cuda:
         return X @ Y.to(X.dtype)
     head = X.to(Y.dtype)
-    return product(head, Y) + product((X - head).to(Y.dtype), Y)
+    of_head = product(head, Y)
+    return of_head + product((X - head).to(Y.dtype), Y)
 
 
 class Independent(Implicit):
@@ -205,7 +210,8 @@ class Windows(Factored):
     @property
     def shape(self) -> Any:
         C = self.a.shape[1]
-        return 1, self.G.shape[1], C * math.prod(self.kernel) + self.bias
+        n_A = C * math.prod(self.kernel) + self.bias
+        return 1, self.G.shape[1], n_A
 
     @property
     def kappa(self) -> int:
@@ -231,19 +237,25 @@ class Windows(Factored):
     def _inputs(self, taken: slice) -> Tensor:
         """Â (ϱ, 1, n_A, κ)."""
         A = self._windows(taken)
-        return F.pad(A, (0, 0, 0, 1), value=1.0) if self.bias else A
+        if not self.bias:
+            return A
+        return F.pad(A, (0, 0, 0, 1), value=1.0)
 
     def _windows(self, taken: slice = ALL) -> Tensor:
         """What each output position sees of the input: Â without the row of ones."""
         d = len(self.kernel)
         x = self.a[taken]
-        x = F.pad(x, self.padding) if any(self.padding) else x
+        if any(self.padding):
+            x = F.pad(x, self.padding)
         sides = zip(self.kernel, self.stride, self.dilation, strict=True)
         for i, (size, step, gap) in enumerate(sides, 2):
-            x = x.unfold(i, gap * (size - 1) + 1, step)[..., ::gap]
-        out, places = range(2, 2 + d), range(2 + d, 2 + 2 * d)
+            span = gap * (size - 1) + 1
+            x = x.unfold(i, span, step)[..., ::gap]
+        out = range(2, 2 + d)
+        places = range(2 + d, 2 + 2 * d)
         x = x.permute(0, 1, *places, *out)
-        return x.flatten(2 + d).flatten(1, 1 + d)[:, None]
+        x = x.flatten(2 + d)
+        return x.flatten(1, 1 + d)[:, None]
 
     def scaled(self, scale: float | Tensor) -> Self:
         return replace(self, scale=self.scale * float(scale))
@@ -260,12 +272,14 @@ class Windows(Factored):
         """The weight's factors, as a whole or place by place of the kernel, and the bias's."""
         places = math.prod(self.kernel)
         G = self.G.flatten(2)[:, None].mT
-        if self.a.shape[1] >= MANY and places > 1 and set(self.stride) == {1}:
+        unstrided = set(self.stride) == {1}
+        if self.a.shape[1] >= MANY and places > 1 and unstrided:
             yield from self._moved(places)
         else:
             yield 0, 1, G, self._windows().mT
         if self.bias:
-            yield self.shape[2] - 1, 1, G, torch.ones_like(G[..., :1])
+            last = self.shape[2] - 1
+            yield last, 1, G, torch.ones_like(G[..., :1])
 
     def _moved(self, places: int) -> Pairs:
         """Of each place of the kernel, Ĝ and what of the input lies there: a part of one tensor.
@@ -280,18 +294,21 @@ class Windows(Factored):
         behind = [0, 0]
         for i in range(d, 1, -1):
             behind += [0, x.shape[i] - self.G.shape[1 + i]]
-        G = F.pad(self.G.movedim(1, -1), behind).flatten(1, d)[:, None]
+        G = F.pad(self.G.movedim(1, -1), behind)
+        G = G.flatten(1, d)[:, None]
         apart = torch.empty(x.shape[1:-1], device="meta").stride()  # positions
         x = x.flatten(1, d)[:, None]
         for i, place in enumerate(itertools.product(*map(range, self.kernel))):
             steps = zip(place, self.dilation, apart, strict=True)
             start = sum(math.prod(step) for step in steps)
-            yield i, places, G, x[:, :, start : start + G.shape[2]]
+            stop = start + G.shape[2]
+            yield i, places, G, x[:, :, start:stop]
 
 
 def _columns(G: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
     """GᵀA, sample by sample, in `dtype`."""
-    X, Y = _aligned(G).mT, _aligned(A)
+    X = _aligned(G).mT
+    Y = _aligned(A)
     out = X @ Y if dtype == G.dtype else product(X, Y)
     return out[..., : G.shape[3], : A.shape[3]]
 
@@ -301,4 +318,5 @@ def _aligned(X: Tensor) -> Tensor:
     aligned = max(X.stride()[1:]) % 8 == 0
     if aligned or X.dtype not in HALF or not X.is_cuda:
         return X
-    return F.pad(X, (0, -X.shape[3] % 8)).contiguous()
+    missing = -X.shape[3] % 8
+    return F.pad(X, (0, missing)).contiguous()

@@ -57,12 +57,14 @@ class Lookup(Operator):
         return Operator.gram(occurring)
 
     def rmv(self, z: Tensor) -> Tensor:
-        return (z.view(self.shape)[0][self.tokens] * self.G).sum((1, 2))
+        table = z.view(self.shape)[0]
+        return (table[self.tokens] * self.G).sum((1, 2))
 
     def mv(self, c: Tensor) -> Tensor:
         out = self._empty(self.vocabulary, self.G.shape[2]).zero_()
         weighted = (self.G * c[:, None, None]).flatten(0, 1)
-        return out.index_add_(0, self.tokens.flatten(), weighted).flatten()
+        out.index_add_(0, self.tokens.flatten(), weighted)
+        return out.flatten()
 
     def summand(self, positions: int) -> Implicit | None:
         """Ĝ_i has one-hot columns, as a linear layer has that shares the weight."""

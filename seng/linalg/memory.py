@@ -13,7 +13,8 @@ def memory_budget(memory: int | float | None, module: nn.Module) -> int | None:
     """A limit in bytes; a fraction is of what is free now where the parameters are."""
     if memory is None or isinstance(memory, int):
         return memory
-    return int(memory * free_memory(next(module.parameters()).device))
+    device = next(module.parameters()).device
+    return int(memory * free_memory(device))
 
 
 def free_memory(device: torch.device) -> int:

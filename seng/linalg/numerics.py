@@ -37,7 +37,8 @@ def inverse(S: Tensor) -> Tensor:
         L = where(failed[..., None, None], retry, L)
         info = where(failed, retried, info)
     R = linalg.solve_triangular(L, _eye(S).expand_as(L), upper=False)
-    return where((info == 0)[..., None, None], R.mT @ R, nan)
+    found = (info == 0)[..., None, None]
+    return where(found, R.mT @ R, nan)
 
 
 def _eye(S: Tensor) -> Tensor:
@@ -74,7 +75,8 @@ def eigh(S: Tensor, vectors: bool = True) -> tuple[Tensor, Tensor]:
         else:
             values = linalg.eigvalsh(V)
     except linalg.LinAlgError:  # type: ignore[attr-defined]
-        values, fine = V[..., 0], torch.zeros_like(fine)
+        values = V[..., 0]
+        fine = torch.zeros_like(fine)
     descending = values.flip(-1).clamp_min(0)
     values = where(fine[..., 0], descending, nan)
     V = where(fine, V.flip(-1), nan)
@@ -113,7 +115,9 @@ def _unit_trace(P: Tensor) -> Tensor:
 def start(K: Tensor, width: int, generator: torch.Generator | None) -> Tensor:
     """Random directions (m, w) from which `spectrum` finds the `width` leading ones of K (L, m, m)."""
     m = K.shape[-1]
-    wider = 0 if one_by_one(K) or not width else min(m, width + OVERSAMPLE)
+    wider = min(m, width + OVERSAMPLE)
+    if one_by_one(K) or not width:
+        wider = 0
     directions = K.new_empty(m, wider, dtype=widest(K))
     return directions.normal_(generator=generator)
 
@@ -174,7 +178,8 @@ def reduced(U: Implicit, rank: int, generator: torch.Generator) -> Implicit:
     X = min(U.G, U.A, key=lambda factor: factor.shape[2])  # (ϱ, h, m, κ)
     # What is not finite stays in the factors, and the state that comes of them is dropped.
     X = where(X.isfinite(), X, 0)
-    X = X / _nonzero(X.abs().amax((2, 3), keepdim=True))
+    largest = X.abs().amax((2, 3), keepdim=True)
+    X = X / _nonzero(largest)
     m = X.shape[2]
     if rank >= m:
         V = linalg.qr(X.mT).Q
@@ -186,5 +191,6 @@ def reduced(U: Implicit, rank: int, generator: torch.Generator) -> Implicit:
             Z = linalg.qr(X.mT @ (X @ Z)).Q
         Vh = linalg.svd(X @ Z, full_matrices=False).Vh
         V = Z @ Vh.mT[..., :rank]
-    V = V * where(V.sum(-2, keepdim=True) < 0, -1, 1)
+    sign = where(V.sum(-2, keepdim=True) < 0, -1, 1)
+    V = V * sign
     return Implicit(U.G @ V, U.A @ V)

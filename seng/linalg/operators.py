@@ -57,7 +57,8 @@ def product(X: Tensor, Y: Tensor) -> Tensor:
     if X.dim() == 2:
         return torch.mm(X, Y, out_dtype=torch.float32)
     batch = X.shape[:-2]
-    X, Y = X.flatten(0, -3), Y.flatten(0, -3)
+    X = X.flatten(0, -3)
+    Y = Y.flatten(0, -3)
     XY = torch.bmm(X, Y, out_dtype=torch.float32)
     return XY.unflatten(0, batch)  # type: ignore[no-any-return]
 
@@ -239,7 +240,8 @@ class Explicit(Operator):
         return self.U.T, self._empty().fill_(1)
 
     def slabs(self, dtype: torch.dtype) -> Slabs:
-        yield (...,), self.U.T.unflatten(1, self.layout).to(dtype)
+        rows = self.U.T.unflatten(1, self.layout)
+        yield (...,), rows.to(dtype)
 
     def rmv(self, z: Tensor) -> Tensor:
         return self.U.T @ z
@@ -280,7 +282,8 @@ class Merged(Operator):
         smallest = torch.finfo(Y.dtype).tiny
         scale = length.clamp_min_(smallest) / max(1, Y.numel()) ** 0.5
         halved = torch.empty_like(Y, dtype=torch.float16)
-        return cls(torch.div(Y, scale, out=halved), scale, layout)
+        torch.div(Y, scale, out=halved)
+        return cls(halved, scale, layout)
 
     def explicit(self) -> Explicit:
         Y = self.Y.to(self.dtype) * self.scale
@@ -300,7 +303,8 @@ class Merged(Operator):
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
         Y = change(self.Y.to(self.dtype))
-        return self.of(Y, self.layout, self.Y.dtype in HALF).scaled(self.scale)
+        half = self.Y.dtype in HALF
+        return self.of(Y, self.layout, half).scaled(self.scale)
 
     def halved(self) -> Self:
         """The same in half precision."""
@@ -315,12 +319,16 @@ class Merged(Operator):
 
     def mixed(self, other: Self, W: Tensor) -> Self:
         """[U, V]W of another V, in the precision of V."""
-        k, dtype = self.samples, other.Y.dtype
+        k = self.samples
+        dtype = other.Y.dtype
         # Orthonormal combinations of numbers of size 1 do not overflow.
         scale = torch.maximum(self.scale, other.scale)
-        ours = (W[:k] * (self.scale / scale)).T.to(dtype).contiguous()
-        theirs = (W[k:] * (other.scale / scale)).T.to(dtype).contiguous()
-        Y = torch.mm(ours, self.Y.to(dtype)).addmm_(theirs, other.Y)
+        ours = W[:k] * (self.scale / scale)
+        ours = ours.T.to(dtype).contiguous()
+        theirs = W[k:] * (other.scale / scale)
+        theirs = theirs.T.to(dtype).contiguous()
+        Y = torch.mm(ours, self.Y.to(dtype))
+        Y.addmm_(theirs, other.Y)
         return replace(self, Y=Y, scale=scale)
 
 
@@ -331,7 +339,8 @@ def added(U: Operator, V: Operator) -> Operator:
         positions = U.kappa + V.kappa
         parts = [X.summand(positions) for X in parts]
     if not all(parts):
-        return Explicit(U.explicit().U + V.explicit().U, U.shape)
+        columns = U.explicit().U + V.explicit().U
+        return Explicit(columns, U.shape)
     return _concatenated(parts, parts[0].position_dim)
 
 

@@ -70,7 +70,9 @@ class RowSample(Omega):
         group, g, a = torch.unravel_index(self.index, U.shape)
         entry = U.dtype.itemsize * max(1, len(g) * U.kappa)
         step = max(1, operators.CHUNK // entry)
-        parts = zip(factors.G.split(step), factors.A.split(step), strict=True)
+        of_G = factors.G.split(step)
+        of_A = factors.A.split(step)
+        parts = zip(of_G, of_A, strict=True)
         entries = [(G[:, group, g] * A[:, group, a]).sum(2) for G, A in parts]
         return _columns((torch.cat(entries) * self.scale).T)  # from (ϱ, q)
 
@@ -86,7 +88,9 @@ class KroneckerSample(Omega):
     def __call__(self, z: Tensor) -> Tensor:
         """Ξ_z = Ω_G mat(z) Ω_Aᵀ, flattened."""
         Z = z.unflatten(0, self.layout)  # (h, n_G, n_A, …)
-        return _along(self.A, _along(self.G, Z, 1), 2).flatten(0, 2)
+        Z = _along(self.G, Z, 1)
+        Z = _along(self.A, Z, 2)
+        return Z.flatten(0, 2)
 
     def of(self, U: Operator) -> Operator:
         factors = U.factors()
@@ -123,7 +127,8 @@ class Buckets(Omega):
     def of(self, U: Operator) -> Operator:
         """Slab by slab, as U may be larger than memory."""
         Xi = self.sign.new_zeros(self.q, U.samples)
-        bucket, sign = self.bucket.view(U.shape), self.sign.view(U.shape)
+        bucket = self.bucket.view(U.shape)
+        sign = self.sign.view(U.shape)
         for place, X in U.slabs(U.dtype):
             signed = (X * sign[place]).flatten(1).T
             Xi.index_add_(0, bucket[place].flatten(), signed)
@@ -202,12 +207,13 @@ class LeverageRows(_Flat):
         p = norms.double()
         p = torch.where(p.sum() > 0, p, 1.0)
         upto = p.cumsum(0)
+        total = upto[-1]
         at = p.new_empty(self.q).uniform_(generator=generator)
         # torch.multinomial stops at 2²⁴ rows. A GPU's cumulative sum may rise by rounding where
         # p is 0: the largest row catches it.
-        index = torch.searchsorted(upto, at * upto[-1], right=True)
+        index = torch.searchsorted(upto, at * total, right=True)
         index = torch.where(p[index] > 0, index, p.argmax())
-        scale = (upto[-1] / (self.q * p[index])).sqrt()
+        scale = (total / (self.q * p[index])).sqrt()
         return RowSample(index, scale.to(U.values.dtype))
 
 
@@ -241,7 +247,8 @@ class Gaussian(_Flat):
         self, U: Operator, generator: Generator, add: Any = None
     ) -> Omega:
         matrix = U.values.new_empty(self.q, U.n)
-        return Dense(matrix.normal_(0, self.q**-0.5, generator=generator))
+        matrix.normal_(0, self.q**-0.5, generator=generator)
+        return Dense(matrix)
 
 
 @dataclass(frozen=True)
