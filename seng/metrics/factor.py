@@ -66,7 +66,8 @@ class Factor:
         e = e / torch.where(mean > 0, mean, 1)
         floor = self._floor(power, noise).clamp_min(least)
         e = torch.maximum(e, floor) ** power
-        return e, (e.sum(1) + (n - r - 1) * e[:, -1]) / n
+        trace = e.sum(1) + (n - r - 1) * e[:, -1]
+        return e, trace / n
 
     def _floor(self, power: float, noise: float) -> Tensor:
         """The least eigenvalue that counts, above FLOOR where gradients are too noisy for that.
@@ -79,9 +80,14 @@ class Factor:
         h, n, r = self.V.shape
         least = UNSEEN * self.s.amax()
         tail = (self.count.to(least) - r).clamp(0, n - r)
-        seen = (self.s > least).sum() + tail * (self.rest > least).sum()
-        few = (4 * noise) ** (0.5 / power) * (h * n - seen) / seen.clamp_min(1)
-        floor: Tensor = few.clamp_min(max(FLOOR, (4 * noise) ** (1 / power)))
+        within = (self.s > least).sum()
+        outside = tail * (self.rest > least).sum()
+        seen = within + outside
+        unseen = h * n - seen
+        bound = 4 * noise
+        few = bound ** (0.5 / power) * unseen / seen.clamp_min(1)
+        every = bound ** (1 / power)
+        floor: Tensor = few.clamp_min(max(FLOOR, every))
         return floor
 
 
@@ -89,7 +95,9 @@ def noise(dtype: torch.dtype) -> float:
     """What rounding leaves of gradients that were worked out in such numbers, relative to their
     length: their own, or V's.
     """
-    return max(torch.finfo(dtype).eps, 64 * torch.finfo(wide(dtype)).eps)
+    own = torch.finfo(dtype).eps
+    of_V = torch.finfo(wide(dtype)).eps
+    return max(own, 64 * of_V)
 
 
 class Moment:
@@ -146,10 +154,12 @@ def updated(
     C = old if old and old.V.shape == (h, n, rank) else _nothing(seen)
     new = 1 - decay if C is old else 1.0
     rest = C.rest[:, None, None]
+    above = C.s[:, :, None] - rest
 
     def times(Z: Tensor) -> Tensor:
-        within = C.V @ ((C.s[:, :, None] - rest) * (C.V.mT @ Z))
-        return (rest * Z + within).lerp(seen.times(Z), new)
+        within = C.V @ (above * (C.V.mT @ Z))
+        before = rest * Z + within
+        return before.lerp(seen.times(Z), new)
 
     if rank == n and exactly(seen.X, n):
         s, V = eigh(times(C.V.new_ones(h, n).diag_embed()))
@@ -163,7 +173,8 @@ def updated(
         s, V = _ordered(Z, Z.mT @ times(Z))
     s = s[:, :rank]
     trace = C.trace.lerp(seen.trace, new)
-    others = ((trace - s.sum(1)) / max(1, n - rank)).clamp_min(0)
+    outside = trace - s.sum(1)
+    others = (outside / max(1, n - rank)).clamp_min(0)
     before = C.count.to(seen.count) if new < 1 else 0  # all others are gone
     return Factor(
         V[:, :, :rank].contiguous(),

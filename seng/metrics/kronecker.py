@@ -120,7 +120,8 @@ class DiagonalState(PowerState):
     def to_power(self, exponent: float, damping: float = 0.0) -> DiagonalPower:
         mean = self.v.mean()
         C = self.v / torch.where(mean > 0, mean, 1)
-        P = C.clamp_min(FLOOR).clamp_min(self.least(damping)) ** self.power
+        least = self.least(damping)
+        P = C.clamp_min(FLOOR).clamp_min(least) ** self.power
         return DiagonalPower((P / P.mean()) ** exponent)
 
 
@@ -136,7 +137,8 @@ class KroneckerPower:
 
     def __call__(self, z: Tensor) -> Tensor:
         """P^e z (n,); at every step, so with as few calls as possible."""
-        X = z.view(self.V_G.shape[0], self.V_G.shape[1], -1)
+        h, n_G, _ = self.V_G.shape
+        X = z.view(h, n_G, -1)
         X = torch.baddbmm(
             X, self.V_G, torch.bmm(self.V_G.mT, X).mul_(self.w_G)
         )
@@ -155,7 +157,8 @@ class KroneckerPower:
 
     def of(self, U: Operator, rank: int) -> Operator:
         """P^e U: of factors where those of this rank are fewer numbers than columns."""
-        n_G, n_A = self.V_G.shape[1], self.V_A.shape[1]
+        n_G = self.V_G.shape[1]
+        n_A = self.V_A.shape[1]
         fewer = min(U.kappa, rank) * (n_G + n_A) < n_G * n_A
         factors = U.factors() if fewer else None
         if factors is None:
@@ -184,12 +187,14 @@ class KroneckerState(PowerState):
     base = "kronecker"
 
     def fits(self, shape: Shape) -> bool:
-        return (*self.G.V.shape[:2], self.A.V.shape[1]) == shape
+        own = *self.G.V.shape[:2], self.A.V.shape[1]
+        return own == shape
 
     def summary(self) -> tuple[Tensor, Tensor, Tensor]:
-        largest = (self.G.s.amax(1) * self.A.s.amax(1)).max()
-        trace = (self.G.trace * self.A.trace).sum()
-        return largest, trace, self.G.average * self.A.average
+        largest = self.G.s.amax(1) * self.A.s.amax(1)  # of each group
+        trace = self.G.trace * self.A.trace
+        mean = self.G.average * self.A.average
+        return largest.max(), trace.sum(), mean
 
     def to_power(
         self, exponent: float, damping: float = 0.0
@@ -206,7 +211,8 @@ class KroneckerState(PowerState):
 
 def _relative(e: Tensor) -> tuple[Tensor, Tensor]:
     """w and c of c(I + V diag(w) Vᵀ), from V's eigenvalues and the one of all others (h, r + 1)."""
-    kept, c = e[:, None, :-1], e[:, None, -1:]
+    kept = e[:, None, :-1]
+    c = e[:, None, -1:]
     return kept / c - 1, c
 
 
@@ -238,10 +244,12 @@ class Kronecker(Metric):
         """δC + (1 − δ)C_new from the captures of all ranks."""
         if layer.plan.dims.base == "diagonal":
             return self._diagonal(layer, team)
-        old, draw = layer.previous, layer.generator("base")
+        old = layer.previous
+        draw = layer.generator("base")
         seen_G = Moment(layer.U.outputs(), team, 1 / team.size)
         seen_A = inputs(layer.U, team, draw.initial_seed())
-        rank, decay = self.curvature.base_rank, self.decay
+        rank = self.curvature.base_rank
+        decay = self.decay
         G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
         A = updated(getattr(old, "A", None), seen_A, rank, decay, draw)
         return KroneckerState(G, A, noise(layer.precision), **self.options)
@@ -267,9 +275,11 @@ def inputs(U: Operator, team: Team, seed: int = 0) -> Moment:
     their share. The seed says which sample is the first; in float64 all are taken.
     """
     exact = U.dtype == torch.float64
-    spare = 1 if exact else U.samples * U.kappa // (COLUMNS * U.shape[2])
+    enough = COLUMNS * U.shape[2]
+    spare = 1 if exact else U.samples * U.kappa // enough
     every = max(1, min(spare, U.samples // SAMPLES))
-    X = U.inputs(slice(seed % every, None, every))
+    chosen = slice(seed % every, None, every)
+    X = U.inputs(chosen)
     scale = U.kappa / max(1, X.shape[2])  # Σ over positions, mean over samples
     return Moment(X, team, scale / team.size)
 
@@ -282,7 +292,8 @@ class KroneckerInverse:
     A: Tensor  # (n_A, n_A)
 
     def __call__(self, g: Tensor) -> Tensor:
-        return (self.G @ g.view(-1, len(self.A)) @ self.A).reshape(-1)
+        X = g.view(-1, len(self.A))
+        return (self.G @ X @ self.A).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -300,7 +311,8 @@ class TikhonovState(State):
 
     def at(self, damping: float) -> KroneckerInverse:
         """(G + √λ/π I)⁻¹ and (A + π√λ I)⁻¹."""
-        mean_G, mean_A = self.G.diagonal().mean(), self.A.diagonal().mean()
+        mean_G = self.G.diagonal().mean()
+        mean_A = self.A.diagonal().mean()
         pi = (mean_A / mean_G).sqrt()
         usable = pi.isfinite() & (pi > 0)  # no gradients, no inputs
         pi = torch.where(usable, pi, 1.0)
@@ -320,7 +332,8 @@ def shifted_inverse(M: Tensor, shift: Tensor) -> Tensor:
             inverse = torch.cholesky_inverse(L)
             if inverse.isfinite().all():
                 return inverse
-        shift = torch.maximum(10 * shift, torch.finfo(M.dtype).eps * M.trace())
+        least = torch.finfo(M.dtype).eps * M.trace()
+        shift = torch.maximum(10 * shift, least)
     return eye / shift
 
 
@@ -342,17 +355,22 @@ class Tikhonov(Metric):
             return "layers that share a parameter"
         if not site.factored or isinstance(module, _ConvTransposeNd):
             return type(module).__name__
-        return "grouped convolution" if site.segments[0].shape[0] > 1 else None
+        groups = site.segments[0].shape[0]
+        return "grouped convolution" if groups > 1 else None
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         """K-FAC's moments: A is summed over positions, G is their mean."""
         old: Any = layer.previous
-        X, Y = layer.U.inputs()[0], layer.U.outputs()[0]  # (n_A, N), (n_G, N)
+        X = layer.U.inputs()[0]  # (n_A, N)
+        Y = layer.U.outputs()[0]  # (n_G, N)
         # Float32, though a GPU keeps captures of autocast in bfloat16.
         A = product(X, X.T) / layer.samples
-        G = product(Y, Y.T) * (layer.samples / max(1, layer.positions))
+        scale = layer.samples / max(1, layer.positions)
+        G = product(Y, Y.T) * scale
         if old is not None:
-            G, A = old.G.lerp(G, 1 - self.decay), old.A.lerp(A, 1 - self.decay)
+            new = 1 - self.decay
+            G = old.G.lerp(G, new)
+            A = old.A.lerp(A, new)
         return TikhonovState(G, A)
 
 

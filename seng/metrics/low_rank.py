@@ -72,15 +72,18 @@ class Draft:
     def last(self) -> Any:
         """The last state, where it keeps a basis of the same kind."""
         last: Any = self.layer.previous
-        kind = self.U.form, getattr(self.P, "base", "identity")
+        base = getattr(self.P, "base", "identity")
+        kind = self.U.form, base
         if last is None or self.U.form not in ("merged", "sharded"):
             return None
-        return last if (last.form, last.base) == kind else None
+        alike = (last.form, last.base) == kind
+        return last if alike else None
 
     @property
     def width(self) -> int:
         """How many directions a basis of U keeps; 0 where U stays as it is."""
-        plan, m = self.layer.plan, len(self.gram)
+        plan = self.layer.plan
+        m = len(self.gram)
         if plan.form == "merged" and self.U.form != "sharded":
             return min(plan.rank, m)
         # In half precision columns are kept as a basis.
@@ -115,7 +118,8 @@ class LowRank(Metric):
 
     def remark(self, chosen: Plan) -> str | None:
         """A sketch that is larger than what it sketches."""
-        d, sketch = chosen.dims, self.curvature.sketch
+        d = chosen.dims
+        sketch = self.curvature.sketch
         if sketch is None or d.own is not None or not sketch.exceeds(d.shape):
             return None
         what = "it" if sketch.covers(d.shape) else "that side of it"
@@ -127,7 +131,8 @@ class LowRank(Metric):
         if not isinstance(state, LowRankState):
             return None
         power = getattr(state.P, "power", None)  # None: no base
-        if power != (c.power if self.base else None):
+        own = c.power if self.base else None
+        if power != own:
             return None
         return replace(state, relative=c.relative_damping, graft=c.grafts)
 
@@ -163,7 +168,8 @@ class LowRank(Metric):
         before = getattr(layer.previous, "P", None)
         P: Any = self.base.init(replace(layer, previous=before), team)
         rank = chosen.rank if chosen.form == "implicit" else U.kappa
-        return Draft(layer, P, P.to_power(-0.5).of(U, rank))
+        white = P.to_power(-0.5)
+        return Draft(layer, P, white.of(U, rank))
 
     def _sketched(self, d: Draft, run: Run) -> Draft:
         """Ω of the curvature, of layers with factors alone: others stay exact."""
@@ -183,7 +189,8 @@ class LowRank(Metric):
             return replace(d, U=U, gram=gram)
         U = U.factors() or U
         omega = sketch.draw(U, draw())
-        return replace(d, U=U, omega=omega, gram=omega.of(U).gram())
+        gram = omega.of(U).gram()
+        return replace(d, U=U, omega=omega, gram=gram)
 
     def _pooled(self, drafts: Sequence[Draft], team: Team) -> list[Draft]:
         """One basis per layer from the samples of all ranks."""
@@ -210,7 +217,8 @@ class LowRank(Metric):
         found: dict[int, Sequence[Tensor]] = {}
         for same, K in by_size([d.gram for d in drafts]):
             width = max(widths[i] for i in same)
-            begin = start(K, width, drafts[same[0]].layer.generator())
+            generator = drafts[same[0]].layer.generator()
+            begin = start(K, width, generator)
             small = directly if one_by_one(K) else run
             parts = small(_leading, K, begin, width=width)
             for i, largest, values, V in zip(same, *parts, strict=True):
@@ -242,7 +250,8 @@ class LowRank(Metric):
         for i, (largest, _, V) in zip(places, leading, strict=True):
             d = drafts[i]
             U = d.old.mixed(d.U, V)
-            drafts[i] = replace(d, U=U, gram=U.gram(), top=largest)
+            gram = U.gram()
+            drafts[i] = replace(d, U=U, gram=gram, top=largest)
 
     def _stacked(self, d: Draft) -> Draft:
         """√δ·U_old, in the coordinates of the new P, beside √(1−δ)·U; the Gram of both."""
@@ -263,7 +272,8 @@ class LowRank(Metric):
         across = old.across(new)
         above = torch.cat([decay * K, across], 1)
         below = torch.cat([across.T, (1 - decay) * d.gram], 1)
-        return replace(d, U=new, gram=torch.cat([above, below]), old=old)
+        gram = torch.cat([above, below])
+        return replace(d, U=new, gram=gram, old=old)
 
     def states(self, drafts: Sequence[Draft]) -> list[State]:
         relative = self.curvature.relative_damping
@@ -295,7 +305,8 @@ def _leading(
     They are not numbers where K is not finite.
     """
     if not width:
-        return top(K).to(K.dtype), K[:, 0, :0], K[:, :, :0]
+        largest = top(K).to(K.dtype)
+        return largest, K[:, 0, :0], K[:, :, :0]
     values, V = spectrum(K, width, begin)
     largest = values[:, 0] if one_by_one(K) else top(K)
     return largest.to(K.dtype), values, V.to(K.dtype)
@@ -313,7 +324,8 @@ def _basis(d: Draft, values: Tensor, V: Tensor, run: Run) -> Draft:
             error = deviation(Y, values.to(Y.dtype))
     largest = None if d.sketched else d.top
     U = Merged.of(Y, d.U.shape, d.layer.half)
-    known = replace(d, U=U, gram=U.gram(), top=largest, error=error)
+    gram = U.gram()
+    known = replace(d, U=U, gram=gram, top=largest, error=error)
     return replace(known, omega=IDENTITY)
 
 

@@ -126,19 +126,23 @@ class Plan:
         itemsize = 2 if d.half and d.own is None else d.itemsize
         of_base = self.powers * d.n
         if d.base == "kronecker":
-            r_G, r_A = min(d.base_rank, n_G), min(d.base_rank, n_A)
+            r_G = min(d.base_rank, n_G)
+            r_A = min(d.base_rank, n_A)
+            vectors = n_G * r_G + n_A * r_A
             eigenvalues = self.powers * (r_G + r_A + 1)
-            of_base = h * (n_G * r_G + n_A * r_A + eigenvalues + 1) + 2
+            of_base = h * (vectors + eigenvalues + 1) + 2
         return count * size * itemsize + of_base * d.itemsize
 
     @property
     def flops(self) -> int:
         """Operations of one solve: Uᵀg and Ub, and the powers of P."""
         d = self.dims
-        kept = min(d.base_rank, d.shape[1]) + min(d.base_rank, d.n_A)
+        r_G = min(d.base_rank, d.shape[1])
+        r_A = min(d.base_rank, d.n_A)
+        of_base = self.powers * (4 * (r_G + r_A) + 1) * d.n
         count, _ = self.columns
         size = d.n_A if self.form == "lookup" else d.n
-        return 4 * count * size + self.powers * (4 * kept + 1) * d.n
+        return 4 * count * size + of_base
 
 
 def plan(
@@ -214,7 +218,8 @@ def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
     if d.own is not None:
         return _own_form(d, d.own, c)
     if c.form != "auto":
-        return c.form, width if c.form == "merged" else c.rank, "asked for"
+        rank = width if c.form == "merged" else c.rank
+        return c.form, rank, "asked for"
     if c.averaging:
         why = f"curvature is accumulated (decay={c.averaging})"
         return "merged", width, why
@@ -234,7 +239,8 @@ def _own_form(d: Dims, own: str, c: Curvature) -> tuple[str, int, str]:
         "lookup": "embedding: the rows that were looked up",
     }[own]
     if c.averaging:
-        width = min(max(c.rank, d.samples), d.n)
+        columns = max(c.rank, d.samples)
+        width = min(columns, d.n)
         if own == "explicit" or d.n * width <= THRESHOLD:
             why = f"no factors; curvature is accumulated (decay={c.averaging})"
             return "merged", width, why
@@ -255,11 +261,13 @@ def paper_form(d: Dims) -> tuple[str, str]:
 def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
     """One block: all layers merged with one k, or each with all its columns."""
     auto = c.form == "auto"
-    k = min(c.rank, sum(d.n for d in dims))
+    n = sum(d.n for d in dims)
+    k = min(c.rank, n)
     samples = max((d.samples for d in dims), default=1)
     if not c.averaging:
         k = min(k, samples)
-    if c.form == "merged" or c.averaging or (auto and k < samples):
+    shrinks = auto and k < samples
+    if c.form == "merged" or c.averaging or shrinks:
         why = f"k = {k} directions of the whole network"
         return [Plan(d, "merged", k, why) for d in dims]
     plans = []
@@ -460,6 +468,8 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 def grafted(d: Tensor, g: Tensor) -> Tensor:
     """d at the length of g, so that SGD's learning rate carries over."""
-    length = torch.linalg.vector_norm(d).clamp_min(torch.finfo(d.dtype).tiny)
-    out: Tensor = d * (torch.linalg.vector_norm(g) / length)
+    tiny = torch.finfo(d.dtype).tiny
+    length = torch.linalg.vector_norm(d).clamp_min(tiny)
+    scale = torch.linalg.vector_norm(g) / length
+    out: Tensor = d * scale
     return out

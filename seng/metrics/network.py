@@ -43,7 +43,8 @@ class Network(LowRank):
 
     def states(self, drafts: Sequence[Draft]) -> list[State]:
         """A state per layer, all of them with the Gram of the whole."""
-        return super().states([replace(d, error=None) for d in _tied(drafts)])
+        tied = [replace(d, error=None) for d in _tied(drafts)]
+        return super().states(tied)
 
     def solvers(
         self,

@@ -77,10 +77,13 @@ def woodbury(
     In float64 refined once: g lies nearly in the span of U, and the difference cancels.
     """
     ds, fine = _corrected(solvers, gs, pool)
-    if gs[0].dtype == torch.float64 and all(s.U.exact for s in solvers):
+    double = gs[0].dtype == torch.float64
+    if double and all(s.U.exact for s in solvers):
         rests = []
-        cs = pool([s.project(d) for s, d in zip(solvers, ds, strict=True)])
-        for s, g, d, c, ok in zip(solvers, gs, ds, cs, fine, strict=True):
+        pairs = zip(solvers, ds, strict=True)
+        cs = pool([s.project(d) for s, d in pairs])
+        layers = zip(solvers, gs, ds, cs, fine, strict=True)
+        for s, g, d, c, ok in layers:
             rest = g - d - s.U.mv(c / s.lam)  # of (I + UΞᵀΩ/λ) d = g
             ok = ok & rest.isfinite().all()
             rests.append(torch.where(ok, rest, 0))
@@ -97,7 +100,8 @@ def _corrected(
     """g − Ub of each layer, and whether b is finite."""
     ds = []
     fine = []
-    cs = pool([s.project(g) for s, g in zip(solvers, gs, strict=True)])
+    pairs = zip(solvers, gs, strict=True)
+    cs = pool([s.project(g) for s, g in pairs])
     for s, g, c in zip(solvers, gs, cs, strict=True):
         b, ok = s.coefficients(c)
         ds.append(g - s.U.mv(b.to(g.dtype)))
@@ -123,7 +127,8 @@ def solvers_of(
         top = torch.stack([states[i].top for i in same])
         given = [dampings[i] for i in same]
         numbers = torch.tensor(given, dtype=K.dtype, device="cpu")
-        lam, relative = send(numbers, K.device), states[same[0]].relative
+        lam = send(numbers, K.device)
+        relative = states[same[0]].relative
         parts = run(inverses, K, lam, top, relative=relative)
         for i, one, core in zip(same, *parts, strict=True):
             # Without the memory of the others.
@@ -137,8 +142,10 @@ def inverses(
     """λ and (λI + K)⁻¹, in float64: the error of b enters d times λ_max/λ."""
     if relative:
         lam = torch.where(tops > 0, lam * tops, 1)
-    K, scale = K.to(widest(K)), lam.to(widest(K))[:, None, None]
-    eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device)
+    dtype = widest(K)
+    K = K.to(dtype)
+    scale = lam.to(dtype)[:, None, None]
+    eye = torch.eye(K.shape[-1], dtype=dtype, device=K.device)
     return lam, inverse(eye + K / scale) / scale
 
 
@@ -212,10 +219,12 @@ class LowRankState(State):
     def spectrum(
         self, damping: float | None
     ) -> tuple[float, float, float | None]:
-        largest, lam = float(self.top), damping
+        largest = float(self.top)
+        lam = damping
         if self.relative and damping is not None:
             lam = damping * largest if largest > 0 else 1.0
-        return largest, float(self.gram.trace()), lam
+        trace = float(self.gram.trace())
+        return largest, trace, lam
 
     @property
     def sketch_error(self) -> Any:
@@ -225,4 +234,5 @@ class LowRankState(State):
         if self.omega == IDENTITY:
             return 0.0
         values, V = eigh(self.gram)
-        return deviation(self.U.combine(V[:, :LEADING]), values[:LEADING])
+        Y = self.U.combine(V[:, :LEADING])
+        return deviation(Y, values[:LEADING])

@@ -59,7 +59,8 @@ class TermJacobian:
             yield from self._whole(columns)
             return
         places = self.layout.places
-        for index in pieces(len(places), self.room // self.layout.bytes):
+        step = self.room // self.layout.bytes
+        for index in pieces(len(places), step):
             X, _ = self.of_samples(index)
             J = X.flatten(0, 1)[:, columns]
             yield places[index].flatten(), self.layout.factor * J
@@ -96,7 +97,8 @@ class TermJacobian:
     def _whole(self, columns: slice) -> Chunks:
         m = len(self.r)
         width = columns.stop - columns.start
-        if COLUMN * width < m and COPIES * width * self.r.nbytes < self.room:
+        fits = COPIES * width * self.r.nbytes < self.room
+        if COLUMN * width < m and fits:
             # This fails where code is not twice differentiable.
             with suppress(RuntimeError):
                 Jv, v = self._transposed()
@@ -105,7 +107,8 @@ class TermJacobian:
                 return
         with Allocated() as allocated:  # type: ignore[no-untyped-call]
             r, theta = self._graph()
-        most = self.room // (COPIES * theta.nbytes + allocated.bytes)
+        of_row = COPIES * theta.nbytes + allocated.bytes
+        most = self.room // of_row
         for rows, X in self._matrix(r, theta, min(ROWS, most)):
             yield rows, X[:, columns]
 
@@ -155,7 +158,8 @@ def layout_of(part: TermJacobian) -> Layout | None:
 
     A BatchNorm mixes samples in training mode, so that the modes of all modules count as well.
     """
-    term, r = part.term, part.r
+    term = part.term
+    r = part.r
     if term.separate is False or not r.isfinite().all():
         return None
     modes = [module.training for module in term.parameters.modules()]
@@ -210,7 +214,8 @@ def find_layout(part: TermJacobian) -> Layout | str:
     # r may be a small difference of numbers as large as `level`.
     level = float(r.abs().max() + slope * part.theta.norm())
     tolerance = torch.finfo(s.dtype).eps ** 0.5
-    for places in (order.view(B, -1), order.view(-1, B).T):
+    layouts = order.view(B, -1), order.view(-1, B).T
+    for places in layouts:
         index = places[picked].flatten()
         w = part.pull(torch.zeros_like(r).index_put((index,), v))
         factor = float(z @ w / (z @ z)) if slope else 1.0
@@ -244,4 +249,5 @@ def has_samples(x: object) -> bool:
 def pieces(total: int, step: int) -> list[slice]:
     """0 … total in slices of `step`, which is at least 1."""
     step = max(1, step)
-    return [slice(i, min(i + step, total)) for i in range(0, total, step)]
+    starts = range(0, total, step)
+    return [slice(i, min(i + step, total)) for i in starts]

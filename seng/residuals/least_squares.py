@@ -29,7 +29,8 @@ from seng.residuals.terms import Parameters, Residual, Term
 
 TRIES = 12  # solves of a step before it is given up
 SHARE = 0.5  # of the free memory, where no budget is given
-LEAST, MOST = 1e-16, 1e12  # of the damping
+LEAST = 1e-16  # of the damping
+MOST = 1e12  # of the damping
 LENGTHS = tuple(2.0**-i for i in range(6))  # that a line search tries
 PROBE = 0.1  # h, where the bend c is measured
 BEND = 0.75  # of ‖d‖: a longer acceleration is not trusted
@@ -205,7 +206,8 @@ class LeastSquares:
         solve = normal.at(lam)
         if solve is None:
             return None
-        r, push = here.r, normal.U.rmv
+        r = here.r
+        push = normal.U.rmv
         if last is None:
             d = solve(r)
         else:  # SPRING (Goldshlager, Abrahamsen and Lin 2024, arXiv 2401.10190)
@@ -215,7 +217,8 @@ class LeastSquares:
         bends: list[Any] = [0.0]
         if self.acceleration and self.adapt:
             there = here.residuals(PROBE * d)
-            a = solve(2 / PROBE**2 * (there - r + PROBE * Jd))
+            c = 2 / PROBE**2 * (there - r + PROBE * Jd)
+            a = solve(c)
             if a.norm() <= BEND * d.norm():
                 bends.append(a)
         trials = []
@@ -223,7 +226,8 @@ class LeastSquares:
         for h, bend in product(lengths, bends):
             step = h * d + 0.5 * h**2 * bend
             loss = half_square(here.residuals(step))
-            predicted = float(h * (r @ Jd) - 0.5 * h**2 * (Jd @ Jd))
+            square = 0.5 * h**2 * (Jd @ Jd)
+            predicted = float(h * (r @ Jd) - square)
             trials.append(Trial(loss, predicted, h, step))
         return min(trials, key=lambda t: (math.isnan(t.loss), t.loss))
 
@@ -247,7 +251,8 @@ class LeastSquares:
             raise ValueError(
                 f"a LeastSquares has the state {', '.join(self.state_dict())}, and this has {', '.join(state)}"
             )
-        last, theta = state["last"], self.parameters.theta()
+        last = state["last"]
+        theta = self.parameters.theta()
         if last is not None and last.shape != theta.shape:
             raise ValueError(
                 f"the state is that of {last.numel()} parameters, and the model has {len(theta)}"
@@ -270,7 +275,8 @@ def adapted(damping: float, loss: float, trial: Trial) -> float:
     The damping falls to a third where the gain is 1 or more, and rises where it is below ½. Where
     the gain is 1 to three digits, r is linear, and the damping falls to a thousandth.
     """
-    fall, predicted = loss - trial.loss, trial.predicted
+    fall = loss - trial.loss
+    predicted = trial.predicted
     gain = fall / predicted if predicted > 0 else 0.0
     is_linear = abs(gain - 1) < 1e-3
     factor = 1e-3 if is_linear else max(1 / 3, 1 - (2 * gain - 1) ** 3)

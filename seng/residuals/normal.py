@@ -30,7 +30,8 @@ from seng.residuals.terms import Term
 
 BLOCK = 128  # rows of a Gram at a time
 GRAMS = 3  # the Gram, its factor, and one in the making
-CHUNK, GPU_CHUNK = 2**29, 2**32  # bytes for a chunk of J: more is no faster
+CHUNK = 2**29  # bytes for a chunk of J: more is no faster
+GPU_CHUNK = 2**32
 
 
 def linearize(terms: list[Term], batches: Any, memory: int) -> Linearization:
@@ -42,7 +43,8 @@ def linearize(terms: list[Term], batches: Any, memory: int) -> Linearization:
         if not isinstance(batch, (tuple, list)):
             batch = (batch,)
         parts.append(TermJacobian(term, batch, theta, room))
-    return Linearization(torch.cat([part.r for part in parts]), parts, memory)
+    r = torch.cat([part.r for part in parts])
+    return Linearization(r, parts, memory)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Linearization(Operator):
 
     def operator(self) -> Operator:
         """U as a matrix where it fits into the budget, else this object."""
-        n, m = self.n, self.samples
+        n = self.n
+        m = self.samples
         gram = GRAMS * min(m, n) ** 2 * self.r.element_size()
         left = self.memory - gram
         # A half more is for chunks in the making.
@@ -130,7 +133,8 @@ class NormalEquations:
             self.by_samples = True
         if self.by_samples:
             size = U.samples
-            blocks: Any = (X.flatten(1) for _, X in self.Xi.slabs(U.dtype))
+            slabs = self.Xi.slabs(U.dtype)
+            blocks: Any = (X.flatten(1) for _, X in slabs)
         else:
             size = U.n
             blocks = U.columns()
@@ -157,12 +161,15 @@ class NormalEquations:
             At λ/λ_max = 1e-12 this takes the error from 2e-5 to 1e-9 (Björck's corrected
             seminormal equations).
             """
-            U, Xi = self.U, self.Xi
+            U = self.U
+            Xi = self.Xi
             if self.by_samples:
                 b = inverse(r)
-                return U.mv(b + inverse(r - Xi.rmv(Xi.mv(b)) - lam * b))
+                rest = r - Xi.rmv(Xi.mv(b)) - lam * b
+                return U.mv(b + inverse(rest))
             d = inverse(U.mv(r))
-            return d + inverse(U.mv(r - U.rmv(d)) - lam * d)
+            rest = U.mv(r - U.rmv(d)) - lam * d
+            return d + inverse(rest)
 
         return solve
 

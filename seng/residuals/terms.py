@@ -63,7 +63,8 @@ class Parameters(nn.Module):
 
     def values(self, theta: Tensor) -> dict[str, Tensor]:
         """θ tensor by tensor, rounded once to the precision of each parameter."""
-        named = zip(self.tensors.items(), theta.split(self.sizes), strict=True)
+        parts = theta.split(self.sizes)
+        named = zip(self.tensors.items(), parts, strict=True)
         return {name: part.view_as(p).to(p) for (name, p), part in named}
 
     @torch.no_grad()

@@ -75,7 +75,8 @@ class TensorBoard:
             raise TypeError(
                 f"TensorBoard takes a SummaryWriter, or anything else with add_scalar, not {type(writer).__name__}"
             )
-        self.writer, self.source = writer, source
+        self.writer = writer
+        self.source = source
         self.written: int | None = None
 
     def __call__(self, optimizer: Any, *_: object) -> None:

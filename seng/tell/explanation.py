@@ -100,7 +100,8 @@ def explain(
     B = mode([call.samples for call in calls[::-1]]) if calls else 0
     curvature = usual(module) if curvature is None else curvature
     metric: Any = curvature
-    samples, budget = B, None
+    samples = B
+    budget = None
     if isinstance(curvature, Curvature):
         metric = metric_of(curvature)
         samples = min(B, curvature.samples or B)
@@ -134,9 +135,11 @@ def _calls(module: nn.Module, batch: Any, sites: Sequence[Site]) -> list[Call]:
     def note(
         site: Site, member: Member, _: Any, args: Any, kwargs: Any, out: Tensor
     ) -> None:
-        a = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        given = *args, *kwargs.values()
+        a = next(x for x in given if isinstance(x, Tensor))
         a, out = member.sample_first(a.to("meta"), out.to("meta"))
-        calls.append(Call(site, a.shape[0], _positions(site, a, out)))
+        kappa = _positions(site, a, out)
+        calls.append(Call(site, a.shape[0], kappa))
 
     with ExitStack() as undo, torch.no_grad():
         for site in sites:

@@ -12,7 +12,8 @@ from typing import Any
 def inspect(optimizer: Any) -> SimpleNamespace:
     """Of a SENG, a KFAC or the handle of `attach`."""
     engine = optimizer.engine
-    clock, collector = engine.clock, engine.collector
+    clock = engine.clock
+    collector = engine.collector
     records = engine.records
     states = {i: r.state for i, r in enumerate(records) if r.state is not None}
     return SimpleNamespace(

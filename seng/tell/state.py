@@ -148,7 +148,8 @@ def save_record(record: Any, site: Site) -> dict[str, Any]:
         params = [s.param for s in record.active]
         parts = parts_of(state.U, params)
         entry["parts"] = {str(i): part for i, part in enumerate(parts)}
-        state = replace(state, U=Merged.of(state.U.Y[:0, :0], (1, 1, 0)))
+        empty = Merged.of(state.U.Y[:0, :0], (1, 1, 0))
+        state = replace(state, U=empty)
     return entry | pack("state", state, device)
 
 
@@ -173,7 +174,8 @@ def load_record(
     if state is None:  # another metric's, or of a type unknown here
         record.other = True
     else:
-        record.state, record.active = state, active
+        record.state = state
+        record.active = active
 
 
 def _placed(state: Any, site: Site, active: Segments, parts: Any) -> Any:
@@ -185,7 +187,8 @@ def _placed(state: Any, site: Site, active: Segments, parts: Any) -> Any:
         Y = state.U.explicit().U.T
     else:
         bases = [parts[str(i)] for i in range(len(parts))]
-        if [part.shape[:-1] for part in bases] != [p.shape for p in params]:
+        shapes = [part.shape[:-1] for part in bases]
+        if shapes != [p.shape for p in params]:
             return None
         if site.sharded:
             return replace(state, U=from_parts(bases, params, site.dtype))
