@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import seng
-from seng.layers import samples
+from seng.linalg.operators import Operator
 from seng.metrics.kronecker import TikhonovState, shifted_inverse
 from seng.tell.inspection import inspect
 
@@ -506,7 +506,7 @@ def test_grad_scaler_and_autocast():
 
 def test_factors_of_captures_in_bfloat16_are_in_float32(monkeypatch):
     """As a GPU keeps captures under autocast; a CPU would widen them before they come here."""
-    monkeypatch.setattr(samples, "_settled", lambda U, dtype: U)
+    monkeypatch.setattr(Operator, "to", lambda U, dtype: U)
     torch.set_default_dtype(torch.float32)
     x, y = (t.float() for t in batches(1)[0])
     model, exact = net(), net()

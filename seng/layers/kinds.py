@@ -250,10 +250,12 @@ def positions(x: Tensor) -> Tensor:
 
 
 @factors(nn.Linear)
-def _linear(layer: nn.Linear, a: Tensor, g: Tensor) -> Windows:
-    """The same as a convolution of width 1 over the positions."""
+def _linear(layer: nn.Linear, a: Tensor, g: Tensor) -> Any:
+    """The same as a convolution of width 1 over the positions, if there are any."""
     G = positions(g).mT
     A = positions(a).mT
+    if not g.numel():
+        return G, A
     one = (1,)
     return Windows(G, A, one, one, (0, 0), one)
 

@@ -27,7 +27,8 @@ Group = dict[str, Any]
 class Preconditioned(Optimizer):
     """An optimizer with curvature: `engine` is None where no module was given."""
 
-    engine: Engine | None = None
+    # Lightning reads through its wrapper what a class does not have: no defaults.
+    engine: Engine | None
     recipe: Recipe
 
     def __init__(
