@@ -29,7 +29,7 @@ from seng.lab.bench.tasks import TASKS, Task, memory_format
 from seng.lab.record import provenance
 from seng.layers import capture, samples
 from seng.metrics.low_rank import LowRank
-from seng.optim import engine, refresh
+from seng.optim import engine
 from seng.optim.preconditioned import Preconditioned
 
 
@@ -65,11 +65,11 @@ PARTS = {  # of a step with a refresh: where the host spends its time, each with
     "hooks of the forward": (capture._Hook, "__call__"),
     "captures in the backward": (samples.Collector, "receive"),
     "refresh": (engine.Engine, "refresh"),
-    "  its wait for the device": (refresh, "read"),
+    "  its wait for the device": (engine, "install"),
     "  Grams": (LowRank, "drafts"),
     "  bases": (LowRank, "truncate"),
     "  averages": (LowRank, "average"),
-    "factorization": (engine.Engine, "_solvers"),
+    "factorization": (engine.Engine, "_solve_anew"),
     "directions": (engine.Engine, "directions"),
     "update": (Preconditioned, "_update"),
 }

@@ -23,17 +23,15 @@ ROOMS = [
     "checks",
 ]
 
-PENDING: set[str] = set()
-
 # Code tokens of the core: lower it when the code shrinks; a commit that raises it says why.
-BUDGET = 81_800
+BUDGET = 68_700
 
 # What a file, a function and a line of the core may be, and what is larger today: these are to be lowered, or emptied, as the
 # code is redrawn, and never to grow.
 FILE_TOKENS, FUNCTION_LINES, COLUMNS = 3_500, 50, 100
 TOKENS_A_LINE = 9.0  # on average over the core
-ISINSTANCE = 90  # calls of it
-WIDE_LINES = 55  # of more than COLUMNS, messages; to be 0
+ISINSTANCE = 65  # calls of it
+WIDE_LINES = 54  # of more than COLUMNS, messages; to be 0
 LARGE_FILES: set[str] = set()
 LONG_FUNCTIONS: dict[str, set[str]] = {}
 
@@ -147,10 +145,7 @@ def room_of(path: Path) -> str:
     "path", FILES, ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_imports_point_downward(path):
-    if (
-        path.name not in ("cli.py", "__main__.py")
-        and str(path.relative_to(ROOT)) not in PENDING
-    ):
+    if path.name != "__main__.py":
         assert not upward(room_of(path), path.read_text())
 
 
