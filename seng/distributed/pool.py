@@ -51,7 +51,7 @@ class Share:
         own = slice(first, first + U.samples)
         if self.V is not None:
             return U.combine(self.V[own].to(U.dtype))
-        Y = U.values.new_zeros(sum(self.counts), U.n, dtype=U.dtype)
+        Y: Tensor = U.values.new_zeros(sum(self.counts), U.n, dtype=U.dtype)
         Y[own] = U.explicit().U.T
         return Y
 

@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seng.linalg import operators
-from seng.linalg.operators import HALF, Operator, Slabs, product
+from seng.linalg.operators import HALF, Operator, Slabs, product, wide
 
 ALL = slice(None)
 
@@ -35,9 +34,22 @@ class Factored(Operator):
     """u_i = Ĝ_i Â_iᵀ in parts: pairs of Ĝ and of some columns of Âᵀ, one after another."""
 
     form = "implicit"
-    values = property(attrgetter("G"))
+
+    G: Any  # the gradients, sample by sample
     pairs: ClassVar[Any]  # () -> Pairs, of U/scale
     scale: float = 1.0
+
+    @property
+    def values(self) -> Any:
+        return self.G
+
+    @property
+    def samples(self) -> int:
+        return len(self.G)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return wide(self.G.dtype)
 
     def slabs(self, dtype: torch.dtype) -> Slabs:
         h, n_G, _ = self.shape

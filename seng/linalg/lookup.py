@@ -5,7 +5,6 @@ else.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -27,7 +26,9 @@ class Lookup(Operator):
     G: Tensor  # (ϱ, κ, n_A)
     vocabulary: int  # n_G
 
-    values = property(attrgetter("G"))
+    @property
+    def values(self) -> Tensor:
+        return self.G
 
     @property
     def shape(self) -> Shape:

@@ -28,7 +28,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -73,13 +72,15 @@ class Operator:
     sample_dim = 0  # of its tensors
     position_dim: ClassVar[Any] = None  # where positions can be added
 
-    values: ClassVar[Tensor]  # the tensor that holds gradients: U, G or Y
+    values: ClassVar[Any]  # the tensor that holds gradients: U, G or Y
     shape: ClassVar[Any]  # (h, n_G, n_A): a block's vector is a stack
     kappa: ClassVar[Any] = 1  # κ, positions per sample
     basis: ClassVar[Any] = None  # Y (ϱ, n) and scale, if U = scale·Yᵀ is kept
 
     # What two operators must agree in for their tensors to be joined:
-    family: ClassVar[Any] = property(attrgetter("form"))
+    @property
+    def family(self) -> Any:
+        return self.form
 
     # Of the forms with factors, Ĝ_i and Â_i side by side:
     outputs: ClassVar[Any]  # () -> (h, n_G, N), with the operator's scale
@@ -219,7 +220,8 @@ class Operator:
         )
 
     def _empty(self, *size: int) -> Tensor:
-        return self.values.new_empty(size, dtype=self.dtype)
+        out: Tensor = self.values.new_empty(size, dtype=self.dtype)
+        return out
 
 
 @dataclass(frozen=True)
@@ -232,8 +234,13 @@ class Explicit(Operator):
     U: Tensor  # (n, ϱ)
     layout: Shape
 
-    values = property(attrgetter("U"))
-    shape = property(attrgetter("layout"))
+    @property
+    def values(self) -> Tensor:
+        return self.U
+
+    @property
+    def shape(self) -> Shape:
+        return self.layout
 
     @property
     def basis(self) -> tuple[Tensor, Tensor]:
@@ -268,10 +275,21 @@ class Merged(Operator):
     scale: Tensor  # ()
     layout: Shape
 
-    values = property(attrgetter("Y"))
-    shape = property(attrgetter("layout"))
-    dtype = property(attrgetter("scale.dtype"))
-    basis = property(attrgetter("Y", "scale"))
+    @property
+    def values(self) -> Tensor:
+        return self.Y
+
+    @property
+    def shape(self) -> Shape:
+        return self.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scale.dtype
+
+    @property
+    def basis(self) -> tuple[Tensor, Tensor]:
+        return self.Y, self.scale
 
     @classmethod
     def of(cls, Y: Tensor, layout: Shape, half: bool = False) -> Self:

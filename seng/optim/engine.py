@@ -87,6 +87,7 @@ class Engine:
             record.index = i
             self.records.append(record)
         self.sites = [record.site for record in self.records]
+        self.device = self.sites[0].lead.device
         # Worked out here: while it is traced, a DTensor does not look like one.
         self.spread = any(site.sharded for site in sites)
         self.recorder.forget()  # recordings hold on to layers of before
@@ -139,10 +140,6 @@ class Engine:
             stream=partial(_stream, self.clock),
             per_sample=self.metric.per_sample,
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self.sites[0].lead.device
 
     @property
     def refresh_due(self) -> bool:

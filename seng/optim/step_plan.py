@@ -201,7 +201,9 @@ class LayerRecord:
 
     def uses(self, grads: Gradients) -> bool:
         """Whether it has a state and a gradient to solve with."""
-        return self.state is not None and any(p in grads for p in self.params)
+        if self.state is None:
+            return False
+        return not grads.keys().isdisjoint(self.params)
 
     def install(self, state: State, active: Segments, on_gpu: bool) -> None:
         """A new state; on a GPU at the old one's place, where recordings read."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,7 +55,9 @@ class Linearization(Operator):
     memory: int  # bytes
     width: int = 1  # columns of J that are made at a time
 
-    values = property(attrgetter("r"))
+    @property
+    def values(self) -> Tensor:
+        return self.r
 
     @property
     def shape(self) -> Shape:
