@@ -8,7 +8,7 @@ from torch import nn
 
 import seng
 from seng.layers import kind_of
-from seng.linalg.implicit import Implicit, Independent
+from seng.linalg.implicit import Independent
 from seng.linalg.numerics import reduced
 from seng.linalg.operators import Explicit
 from seng.linalg.sketch import KroneckerRows, LeverageRows, Rows
@@ -26,10 +26,9 @@ def layer():
     out = layer(x)
     (grad,) = torch.autograd.grad(naive.loss_of(out, target), out)
     u = naive.per_sample_gradients(layer, x, target)
-    G, A = kind_of(layer).rule(
-        layer, x, RHO * grad
-    )  # with a mean loss u_i = ϱ × the captured gradient
-    return layer, x, target, u, Implicit(G[:, None], A[:, None])
+    # With a mean loss u_i = ϱ × the captured gradient.
+    U = kind_of(layer).rule(layer, x, RHO * grad).factors()
+    return layer, x, target, u, U
 
 
 @pytest.fixture
