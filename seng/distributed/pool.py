@@ -4,12 +4,12 @@
 
 V (ϱ, k) are the leading directions of the whole Gram, cross terms between ranks included. Each
 layer has a rank that owns it. Every rank sends the owner Ξ_i = ΩU_i, with Ω drawn alike on all
-ranks. The owner finds V from ΞᵀΞ and sends it to all, which take their rows V_i. Then Y is a sum
-over ranks, the same on all of them. Ω only chooses the subspace. Where all columns are kept, V = I, and nothing is
+ranks. The owner finds V from ΞᵀΞ and sends each rank its rows V_i. Then Y is a sum over ranks, the
+same on all of them. Ω only chooses the subspace. Where all columns are kept, V = I, and nothing is
 lost.
 
 Sent per refresh and layer: k·n numbers in a reduction, in half precision where the network is
-trained so; k·ϱ numbers of V in another; and q·ϱ_i numbers to the owner.
+trained so; and q·ϱ_i + k·ϱ numbers to and from its owner.
 """
 
 from __future__ import annotations
@@ -41,18 +41,17 @@ class Share:
     counts: list[int]  # samples of every rank
     rank: int  # k
     generator: Callable[[], torch.Generator]  # the same on all ranks
-    V: Any = None  # of all ranks, (ϱ, k); None: all columns are kept
+    V: Any = None  # this rank's rows, (ϱ_i, k); None: all columns are kept
     Xi: Any = None  # ΩU_i (q, ϱ_i), while V is being found
 
     def part(self, rank: int) -> Tensor:
         """What this rank, the rank-th, has of Y (k, n)."""
         U = self.U
-        first = sum(self.counts[:rank])
-        own = slice(first, first + U.samples)
         if self.V is not None:
-            return U.combine(self.V[own].to(U.dtype))
+            return U.combine(self.V.to(U.dtype))
+        first = sum(self.counts[:rank])
         Y: Tensor = U.values.new_zeros(sum(self.counts), U.n, dtype=U.dtype)
-        Y[own] = U.explicit().U.T
+        Y[first : first + U.samples] = U.explicit().U.T
         return Y
 
 
@@ -98,23 +97,40 @@ def _find_directions(
     ranks = range(team.size)
     owned = [shares[rank :: team.size] for rank in ranks]
     mine = owned[team.rank]
-    sent = torch.cat([s.Xi.flatten() for s in chain(*owned)])
-    to = [sum(_sizes(theirs, team.rank)) for theirs in owned]
-    due = [_sizes(mine, rank) for rank in ranks]
-    came = team.exchanged(sent, to, [*map(sum, due)], "gathering sketches")
-    parts = came.split([*chain(*due)])
-    for s in shares:
-        s.V = sent.new_zeros(sum(s.counts), s.rank)
-    for i, s in enumerate(mine):
-        received = parts[i :: len(mine)]  # Ξ_i of each rank
-        rows = [part.view(len(s.Xi), -1) for part in received]
-        s.V = _leading(torch.cat(rows, 1), s.rank, s.generator())
-    team.sum_([s.V for s in shares], "dealing out the directions")
+    sketches = [[s.Xi for s in theirs] for theirs in owned]
+    sizes = [[len(s.Xi) * s.counts[rank] for s in mine] for rank in ranks]
+    widest_of = max([s.Xi for s in shares], key=lambda Xi: Xi.itemsize)
+    none = widest_of.new_empty(0)  # for ranks that have nothing to send
+    came = _exchange(team, sketches, sizes, none, "gathering sketches")
+    found = []
+    for s, *parts in zip(mine, *came, strict=True):
+        rows = [part.view(len(s.Xi), -1) for part in parts]
+        V = _leading(torch.cat(rows, 1), s.rank, s.generator())
+        found.append(V.split(s.counts))
+    of_ranks = [[V[rank] for V in found] for rank in ranks]
+    count = [s.counts[team.rank] for s in shares]
+    own = [n * s.rank for n, s in zip(count, shares, strict=True)]
+    sizes = [own[rank :: team.size] for rank in ranks]
+    came = _exchange(team, of_ranks, sizes, none, "dealing out the directions")
+    for s, V in zip(chain(*owned), chain(*came), strict=True):
+        s.V = V.view(-1, s.rank)
 
 
-def _sizes(shares: list[Share], rank: int) -> list[int]:
-    """How many numbers the Ξ_i of a rank have."""
-    return [len(s.Xi) * s.counts[rank] for s in shares]
+def _exchange(
+    team: Team,
+    parts: list[list[Any]],
+    sizes: list[list[int]],
+    none: Tensor,
+    what: str,
+) -> list[list[Tensor]]:
+    """Send parts[i] to rank i; from rank i come tensors of sizes[i] numbers."""
+    to = [sum(t.numel() for t in part) for part in parts]
+    due = [sum(numbers) for numbers in sizes]
+    flat = [t.flatten() for t in chain(*parts)]
+    sent = torch.cat([none, *flat])
+    came = team.exchanged(sent, to, due, what)
+    both = zip(came.split(due), sizes, strict=True)
+    return [list(numbers.split(some)) for numbers, some in both]
 
 
 def _omega(team: Team, share: Share, sketch: Sketch | None) -> Omega:

@@ -171,11 +171,13 @@ def _registered(kind: type[nn.Module], *how: Any) -> Callable[[Rule], Rule]:
 def factors(
     kind: type[nn.Module],
     features: Features = 1,
-    rows: Move = _as_rows,
-    back: Move | None = None,
+    layout: tuple[Move, Move | None] = (_as_rows, None),
 ) -> Callable[[Rule], Rule]:
-    """Register a kind whose function gives (Ĝ, Â); the weight's rows are the output features."""
-    return _registered(kind, _from_factors, features, rows, back)
+    """Register a kind whose function gives (Ĝ, Â); the weight's rows are the output features.
+
+    `layout` brings a parameter into rows (h, n_G, n_A), and back.
+    """
+    return _registered(kind, _from_factors, features, *layout)
 
 
 def columns(
@@ -405,7 +407,7 @@ def _prelu(layer: nn.PReLU, a: Tensor, g: Tensor) -> Columns:
 for _d in (1, 2, 3):
     factors(getattr(nn, f"Conv{_d}d"), 1 + _d)(_conv)
     _transposed = _transposed_rows, _from_transposed_rows
-    factors(getattr(nn, f"ConvTranspose{_d}d"), 1 + _d, *_transposed)(
+    factors(getattr(nn, f"ConvTranspose{_d}d"), 1 + _d, _transposed)(
         _conv_transpose
     )
     columns(getattr(nn, f"BatchNorm{_d}d"), whole_batch=True)(_batch_norm)
