@@ -89,11 +89,7 @@ def _columns(p: Tensor, loss: Loss) -> Iterator[Tensor]:
         yield m**0.5 * h.view_as(p)
 
 
-def _drawn(
-    p: Tensor,
-    loss: Loss,
-    generator: torch.Generator,
-) -> Tensor:
+def _drawn(p: Tensor, loss: Loss, generator: torch.Generator) -> Tensor:
     """∇_f of the loss with labels that the model itself gives."""
     if loss == "squares":
         return torch.empty_like(p).normal_(generator=generator)
@@ -128,12 +124,7 @@ class Observer(Inert):
         owner = observe.__self__  # type: ignore[attr-defined]
         weakref.finalize(owner, handle.remove).atexit = False
 
-    def __call__(
-        self,
-        module: nn.Module,
-        args: Any,
-        out: Any,
-    ) -> None:
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
         observe = self.observe()
         if observe is None or not torch.is_grad_enabled():
             return

@@ -87,11 +87,7 @@ class Kind:
 KINDS: dict[type[nn.Module], Kind] = {}
 
 
-def _joined(
-    parts: Parts,
-    own: Mapping[str, Tensor],
-    dim: int,
-) -> Tensor:
+def _joined(parts: Parts, own: Mapping[str, Tensor], dim: int) -> Tensor:
     """A layer's own columns side by side along `dim`, with zeros for other layers' parameters."""
     some = next(iter(own.values()))
     pieces = []
@@ -105,11 +101,7 @@ def _joined(
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _from_factors(
-    found: Any,
-    parts: Parts,
-    shape: Shape,
-) -> Operator:
+def _from_factors(found: Any, parts: Parts, shape: Shape) -> Operator:
     """Ĝ and Â as (ϱ, h, …, κ); Â's rows for a bias are ones.
 
     Windows stay as they are where they can: of one group, with a weight that comes first.
@@ -130,21 +122,13 @@ def _from_factors(
     return Implicit(G.to(dtype), A.to(dtype))
 
 
-def _from_columns(
-    found: Columns,
-    parts: Parts,
-    shape: Shape,
-) -> Explicit:
+def _from_columns(found: Columns, parts: Parts, shape: Shape) -> Explicit:
     """The parameters' gradients side by side."""
     own = {name: u.flatten(1) for name, u in found.items()}
     return Explicit(_joined(parts, own, 1).T, shape)
 
 
-def _from_lookup(
-    found: Lookup,
-    parts: Parts,
-    shape: Shape,
-) -> Lookup:
+def _from_lookup(found: Lookup, parts: Parts, shape: Shape) -> Lookup:
     """The same, row by row."""
     return replace(found, G=_joined(parts, {"weight": found.G}, 2))
 
@@ -275,11 +259,7 @@ def _conv(layer: _ConvNd, a: Tensor, g: Tensor) -> Windows:
     return Windows(g, a, *how)
 
 
-def _conv_transpose(
-    layer: _ConvTransposeNd,
-    a: Tensor,
-    g: Tensor,
-) -> Windows:
+def _conv_transpose(layer: _ConvTransposeNd, a: Tensor, g: Tensor) -> Windows:
     """A transposed convolution is a convolution of the zero-stuffed input with the flipped kernel."""
     shape = list(a.shape[:2])
     pad: list[int] = []
@@ -299,11 +279,7 @@ def _conv_transpose(
     return Windows(g, F.pad(stuffed, pad), *how)
 
 
-def _transposed_rows(
-    layer: _ConvTransposeNd,
-    name: str,
-    p: Tensor,
-) -> Tensor:
+def _transposed_rows(layer: _ConvTransposeNd, name: str, p: Tensor) -> Tensor:
     """weight (in, out/h, *kernel) -> (h, out/h, in/h·∏kernel), the kernel flipped."""
     if name == "bias":
         return _as_rows(layer, name, p)
@@ -324,11 +300,7 @@ def _from_transposed_rows(
 
 
 @_registered(nn.Embedding, _from_lookup, 0, _as_rows, None, "lookup")
-def _embedding(
-    layer: nn.Embedding,
-    a: Tensor,
-    g: Tensor,
-) -> Lookup:
+def _embedding(layer: nn.Embedding, a: Tensor, g: Tensor) -> Lookup:
     tokens = a[:, None] if a.dim() == 1 else a.flatten(1)
     g = positions(g)
     if layer.padding_idx is not None:
@@ -337,11 +309,7 @@ def _embedding(
     return Lookup(tokens.long(), g, layer.num_embeddings)
 
 
-def _affine(
-    x_hat: Tensor,
-    g: Tensor,
-    keep: Sequence[int],
-) -> Columns:
+def _affine(x_hat: Tensor, g: Tensor, keep: Sequence[int]) -> Columns:
     """y = w ⊙ x̂ + b: sum g ⊙ x̂ and g over every dimension but the sample and `keep`."""
     summed = [i for i in range(1, g.dim()) if i not in keep]
     weight = g * x_hat
@@ -367,11 +335,7 @@ columns(nn.RMSNorm, _normalized)(partial(_shaped, F.rms_norm))
 
 
 @columns(nn.GroupNorm)
-def _group_norm(
-    layer: nn.GroupNorm,
-    a: Tensor,
-    g: Tensor,
-) -> Columns:
+def _group_norm(layer: nn.GroupNorm, a: Tensor, g: Tensor) -> Columns:
     x_hat = F.group_norm(a, layer.num_groups, eps=layer.eps)
     return _affine(x_hat, g, (1,))
 

@@ -3,8 +3,9 @@
 It is the Kronecker metric with dense factors, power 1 and Tikhonov's damping, at the method's own
 length:
 
-    X = (G + √λ/π I)⁻¹ g (A + π√λ I)⁻¹,   π² = (tr A / n_A) / (tr G / n_G)      (`seng.metrics.krone
-                                                                                cker`)
+    X = (G + √λ/π I)⁻¹ g (A + π√λ I)⁻¹,   π² = (tr A / n_A) / (tr G / n_G)
+
+of `seng.metrics.kronecker`.
 """
 
 from __future__ import annotations
