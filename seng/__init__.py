@@ -4,10 +4,11 @@ import sys
 
 from seng import layers
 from seng.linalg import sketch
-from seng.metrics.curvature import Curvature
+from seng.metrics.curvature import Curvature, Kronecker
 from seng.optim import presets, schedules
 from seng.optim.attach import Attachment, attach
 from seng.optim.kfac import KFAC
+from seng.optim.muon import Muon
 from seng.optim.optimizer import SENG
 from seng.residuals.least_squares import LeastSquares
 from seng.tell.diagnostics import TensorBoard
@@ -28,7 +29,9 @@ __all__ = [
     "Attachment",
     "Curvature",
     "Explanation",
+    "Kronecker",
     "LeastSquares",
+    "Muon",
     "TensorBoard",
     "__version__",
     "attach",

@@ -7,14 +7,37 @@ from typing import Any
 
 from torch import Tensor
 
+# Of the whole optimizer, and not of a param group.
 GLOBAL = (
     "module",
+    "recipe",
     "refresh_every",
     "curvature",
-    "units",
     "strategy",
+    "sample_dim",
     "strict",
     "decay",
+)
+# Of param groups, in the order of the recipes' signatures.
+OF_RECIPES = (
+    "momentum",
+    "nesterov",
+    "betas",
+    "eps",
+    "damping",
+    "adam_lr",
+    "adam_betas",
+    "adam_eps",
+)
+# Torch's, of how it works out a step; checkpoints of its optimizers have them.
+OF_TORCH = (
+    "dampening",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+    "amsgrad",
 )
 
 
@@ -26,13 +49,22 @@ def check_period(refresh_every: object) -> None:
         )
 
 
-def check_group(group: Mapping[str, Any], name: str) -> None:
-    """The options that live in a param group of the optimizer of this name."""
+def check_group(
+    group: Mapping[str, Any], defaults: Mapping[str, Any], name: str
+) -> None:
+    """A param group of the optimizer of this name, whose recipe has these options."""
     for option in GLOBAL:
         if option in group:
             raise ValueError(
                 f"{option} holds for the whole optimizer: give it to {name}(…), not to "
                 "a param group"
+            )
+    for option in OF_RECIPES:
+        if option in group and option not in defaults:
+            known = ", ".join(defaults)
+            raise ValueError(
+                f"{name} has no option {option} with this recipe: leave it out, or take the "
+                f"recipe that has it; this one has {known}"
             )
     if group.get("dampening"):
         raise ValueError(
@@ -42,13 +74,11 @@ def check_group(group: Mapping[str, Any], name: str) -> None:
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     for option in ("lr", "momentum", "weight_decay"):
-        check_number(option, group[option])
-    check_number("damping", group["damping"], positive=True)
-    if not isinstance(group.get("orthogonal", False), bool):
-        raise TypeError(
-            f"orthogonal is True or False, not {group['orthogonal']!r}"
-        )
-    if group["nesterov"] and group["momentum"] <= 0:
+        if option in group:
+            check_number(option, group[option])
+    if "damping" in group:
+        check_number("damping", group["damping"], positive=True)
+    if group.get("nesterov") and group["momentum"] <= 0:
         raise ValueError("nesterov needs a momentum above 0")
 
 

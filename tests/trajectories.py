@@ -121,14 +121,13 @@ def curved(
     options: dict[str, Any] | None = None,
     **curvature: Any,
 ) -> Method:
-    """SENG with a curvature."""
+    """SENG with a curvature, uncentred over λI unless asked otherwise."""
     return Method(
         lambda m: seng.SENG(
             m,
             lr,
-            refresh_every=EVERY,
-            curvature=Curvature(**curvature),
-            **(options or {}),
+            curvature=Curvature(**UNCENTRED | curvature),
+            **{"refresh_every": EVERY, "damping": 0.01} | (options or {}),
         ),
         loop,
     )
@@ -140,12 +139,22 @@ def default(lr: float = 0.05, loop: str = "plain", **options: Any) -> Method:
     )
 
 
-def attached(curvature: Curvature | None = None) -> Method:
+def kronecker(lr: float = 0.05, loop: str = "plain", **options: Any) -> Method:
+    """The Kronecker metric alone."""
+    options = {"floor": 0.1, "refresh_every": EVERY, **options}
+    return Method(lambda m: seng.KFAC(m, lr, **options), loop)
+
+
+def attached(**curvature: Any) -> Method:
     def build(model: nn.Module) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), 0.003, eps=1e-3)
-        optimizer.handle = seng.attach(
-            optimizer, model, refresh_every=EVERY, curvature=curvature
-        )  # type: ignore[attr-defined]
+        optimizer.handle = seng.attach(  # type: ignore[attr-defined]
+            optimizer,
+            model,
+            refresh_every=EVERY,
+            damping=0.01,
+            curvature=Curvature(**UNCENTRED | curvature),
+        )
         return optimizer
 
     return Method(build)
@@ -158,21 +167,40 @@ def groups(model: nn.Module) -> Any:
         {"params": params[2:], "weight_decay": 0.01},
     ]
     return seng.SENG(
-        halves, 0.05, module=model, refresh_every=EVERY, curvature=Curvature()
+        halves,
+        0.05,
+        module=model,
+        damping=0.01,
+        refresh_every=EVERY,
+        curvature=Curvature(**UNCENTRED),
     )
 
 
-KRONECKER: dict[str, Any] = {"base": "kronecker"}
+UNCENTRED: dict[str, Any] = {"base": None, "centred": False, "samples": None}
+COVERED: dict[str, Any] = {  # over P, as centred
+    "base": seng.Kronecker(rank=4, floor=0.03),
+    "centred": True,
+}
 sketch = seng.sketch
 METHODS: dict[str, Method] = {
     "default": default(),
     "default-nesterov": default(
-        nesterov=True, weight_decay=0.01, momentum=0.8, damping=0.1
+        nesterov=True, weight_decay=0.01, momentum=0.8, damping=0.3
     ),
     "default-micro": default(loop="micro"),
     "default-damping": default(loop="damping"),
     "default-resumed": default(loop="resumed"),
     "default-maximize": default(0.01, maximize=True),
+    "default-muon": default(0.02, recipe="muon"),
+    "root": kronecker(),
+    "root-nesterov": kronecker(
+        nesterov=True, weight_decay=0.01, momentum=0.8, floor=0.1**0.5
+    ),
+    "root-micro": kronecker(loop="micro"),
+    "root-resumed": kronecker(loop="resumed"),
+    "root-maximize": kronecker(0.01, maximize=True),
+    "root-small": kronecker(rank=3),
+    "root-whole": kronecker(power=1, rank=128),
     "low-rank": curved(),
     "low-rank-1": curved(rank=1),
     "low-rank-wide": curved(rank=64),
@@ -181,13 +209,16 @@ METHODS: dict[str, Method] = {
     "low-rank-own-batch": curved(loop="own-batch"),
     "low-rank-damping": curved(loop="damping", relative_damping=False),
     "low-rank-groups": Method(groups),
-    "low-rank-graft": curved(graft=True),
     "low-rank-samples": curved(samples=5),
     "low-rank-decay": curved(decay=0.5, rank=5),
+    "low-rank-centred": curved(centred=True),
     "merged": curved(form="merged", decay=0.0, rank=6),
     "explicit": curved(form="explicit", decay=0.0),
     "implicit": curved(form="implicit", decay=0.0, rank=3),
     "implicit-exact": curved(form="implicit", decay=0.0, rank=100),
+    "implicit-centred": curved(
+        form="implicit", decay=0.0, rank=3, centred=True
+    ),
     "auto": curved(decay=0.0, rank=100),
     "sketch-rows": curved(form="explicit", decay=0.0, sketch=sketch.Rows(30)),
     "sketch-leverage": curved(
@@ -203,76 +234,68 @@ METHODS: dict[str, Method] = {
         form="merged", decay=0.0, rank=5, sketch=sketch.CountSketch(30)
     ),
     "sketch-averaged": curved(sketch=sketch.Rows(40), rank=6),
+    "sketch-centred": curved(
+        form="implicit",
+        decay=0.0,
+        sketch=sketch.LeverageRows(30),
+        centred=True,
+    ),
     "independent": curved(
         form="implicit", decay=0.0, combine="independent", rank=2
     ),
     "paper": Method(
-        lambda m: seng.SENG(m, 0.05, **seng.presets.paper(0.5, EVERY))
+        lambda m: seng.SENG(
+            m, 0.05, **seng.presets.paper(0.5, EVERY) | {"recipe": "sgd"}
+        )
     ),
     "paper-units": Method(
         lambda m: seng.SENG(
-            m,
-            0.02,
-            units="paper",
-            **seng.presets.paper(0.5, EVERY, sketch.LeverageRows(40)),
+            m, 0.02, **seng.presets.paper(0.5, EVERY, sketch.LeverageRows(40))
         )
     ),
-    "kronecker-small": curved(rank=0, base_rank=3, **KRONECKER),
-    "kronecker-whole": curved(rank=0, power=1, **KRONECKER),
-    "kronecker-absolute": curved(
-        rank=0, relative_damping=False, options={"damping": 0.003}, **KRONECKER
-    ),
-    "kronecker-length": curved(0.01, rank=0, graft=False, **KRONECKER),
-    "kronecker-merged": curved(rank=4, base_rank=4, **KRONECKER),
-    "kronecker-explicit": curved(form="explicit", decay=0.0, **KRONECKER),
+    "kronecker-merged": curved(rank=4, **COVERED),
+    "kronecker-explicit": curved(form="explicit", decay=0.0, **COVERED),
     "kronecker-implicit": curved(
         form="implicit",
         decay=0.0,
         rank=2,
         options={"damping": 0.1},
-        **KRONECKER,
+        **COVERED,
     ),
     "kronecker-sketch": curved(
         form="merged",
         rank=5,
         sketch=sketch.CountSketch(30),
         options={"damping": 0.1},
-        **KRONECKER,
-    ),
-    "orthogonal": default(0.1, orthogonal=True),
-    "orthogonal-plain": Method(
-        lambda m: seng.SENG(m, 0.1, **seng.presets.orthogonal())
-    ),
-    "orthogonal-kronecker": curved(
-        0.1,
-        rank=0,
-        options={"orthogonal": True, "weight_decay": 0.01},
-        **KRONECKER,
+        **COVERED,
     ),
     "sampled": curved(fisher="sampled"),
     "gauss-newton": curved(
         fisher="gauss-newton", loss="cross-entropy", form="explicit", decay=0.0
     ),
-    "sampled-kronecker": curved(fisher="sampled", rank=0, **KRONECKER),
     "network": curved(blocks="network"),
     "network-explicit": curved(blocks="network", form="explicit", decay=0.0),
     "network-auto": curved(blocks="network", decay=0.0, rank=100),
-    "attach": attached(),
-    "attach-low-rank": attached(Curvature(rank=5)),
-    "kfac": Method(lambda m: seng.KFAC(m, 0.02, refresh_every=EVERY)),
+    "network-centred": curved(blocks="network", centred=True),
+    "attach": attached(**COVERED),
+    "attach-low-rank": attached(rank=5),
+    "muon": Method(lambda m: seng.Muon(m, 0.02)),
+    "kfac": Method(lambda m: tikhonov(m)),
     "kfac-micro": Method(
-        lambda m: seng.KFAC(
-            m, 0.02, refresh_every=EVERY, weight_decay=0.01, nesterov=True
-        ),
+        lambda m: tikhonov(m, weight_decay=0.01, nesterov=True),
         "micro",
     ),
     "kfac-damping": Method(
-        lambda m: seng.KFAC(
-            m, 0.02, refresh_every=EVERY, decay=0.5, damping=0.2
-        ),
+        lambda m: tikhonov(m, decay=0.5, damping=0.2),
         "damping",
     ),
 }
+
+
+def tikhonov(model: nn.Module, **options: Any) -> Any:
+    return seng.KFAC(
+        model, 0.02, damp="tikhonov", refresh_every=EVERY, **options
+    )
 
 
 def residual(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -301,14 +324,14 @@ RANKS: dict[
     str, tuple[str, Method]
 ] = {  # method -> how the network is spread, and how it is trained
     "shared-default": ("ddp", default()),
+    "shared-root": ("ddp", kronecker()),
     "shared-low-rank": ("ddp", curved()),
     "shared-sketch": (
         "ddp",
         curved(sketch=sketch.CountSketch(40), rank=6, decay=0.0),
     ),
-    "shared-kronecker-merged": ("ddp", curved(rank=4, **KRONECKER)),
-    "shared-orthogonal": ("ddp", default(0.1, orthogonal=True)),
     "block-default": ("ddp", default(strategy="block")),
+    "block-low-rank": ("ddp", curved(options={"strategy": "block"})),
     "block-explicit": (
         "ddp",
         curved(form="explicit", decay=0.0, options={"strategy": "block"}),
@@ -323,7 +346,7 @@ RANKS: dict[
             options={"strategy": "block"},
         ),
     ),
-    "lagged-default": ("ddp", default(0.02, strategy="lagged")),
+    "lagged-low-rank": ("ddp", curved(0.02, options={"strategy": "lagged"})),
     "lagged-implicit": (
         "ddp",
         curved(
@@ -335,6 +358,7 @@ RANKS: dict[
         ),
     ),
     "fsdp-default": ("fsdp", default()),
+    "fsdp-low-rank": ("fsdp", curved()),
     "fsdp-merged": ("fsdp", curved(decay=0.0, rank=5)),
 }
 

@@ -2,7 +2,8 @@
 
     U = [U_1, …, U_𝓜]/√𝓜,   Y = (UV)ᵀ = Σ_i (U_i V_i)ᵀ/√𝓜
 
-V (ϱ, k) are the leading directions of the whole Gram, cross terms between ranks included. Each
+V (ϱ, k) are the leading directions of the whole Gram, cross terms between ranks included; of samples
+about the mean of all ranks' the Gram is HUᵀUH, and V has H before it (`seng.linalg.centred`). Each
 layer has a rank that owns it. Every rank sends the owner Ξ_i = ΩU_i, with Ω drawn alike on all
 ranks. The owner finds V from ΞᵀΞ and sends each rank its rows V_i. Then Y is a sum over ranks, the
 same on all of them. Ω only chooses the subspace. Where all columns are kept, V = I, and nothing is
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from seng.distributed.team import Team
+from seng.linalg.centred import about_mean, differs
 from seng.linalg.implicit import Implicit
 from seng.linalg.numerics import spectrum, start, widest
 from seng.linalg.operators import Operator, Shape
@@ -41,6 +43,7 @@ class Share:
     counts: list[int]  # samples of every rank
     rank: int  # k
     generator: Callable[[], torch.Generator]  # the same on all ranks
+    roots: Tensor | None = None  # of all samples' weights, to be centred
     V: Any = None  # this rank's rows, (ϱ_i, k); None: all columns are kept
     Xi: Any = None  # ΩU_i (q, ϱ_i), while V is being found
 
@@ -77,14 +80,31 @@ def pooled(
     parts = [share.part(team.rank) for share in shares]
     if not half or not team.many:
         team.sum_(parts, ADDING)
-        return parts
+        return _centred(shares, parts)
     largest = [Y.abs().amax() for Y in parts]
     sizes = torch.stack(largest).nan_to_num(0, 0, 0)
     team.sum_([sizes], "comparing the ranks' bases")
     scales = torch.where(sizes > 0, sizes, 1).unbind()
     small = [Y.div(c).half() for Y, c in zip(parts, scales, strict=True)]
     team.sum_(small, ADDING)
-    return [Y.to(c.dtype) * c for Y, c in zip(small, scales, strict=True)]
+    parts = [Y.to(c.dtype) * c for Y, c in zip(small, scales, strict=True)]
+    return _centred(shares, parts)
+
+
+def _centred(shares: list[Share], parts: list[Tensor]) -> list[Tensor]:
+    """All columns about their mean, where all are kept."""
+    out = []
+    for s, Y in zip(shares, parts, strict=True):
+        whole = s.V is None and s.roots is not None
+        out.append(_about_mean(Y, s.roots) if whole else Y)
+    return out
+
+
+def _about_mean(rows: Tensor, roots: Any) -> Tensor:
+    """HUᵀ of Uᵀ (ϱ, n); zeros where the rows do not differ from their mean."""
+    found = about_mean(rows, roots)
+    traces = rows.square().sum(), found.square().sum()
+    return found * differs(*traces, len(rows))
 
 
 def _find_directions(
@@ -105,7 +125,12 @@ def _find_directions(
     found = []
     for s, *parts in zip(mine, *came, strict=True):
         rows = [part.view(len(s.Xi), -1) for part in parts]
-        V = _leading(torch.cat(rows, 1), s.rank, s.generator())
+        Xi = torch.cat(rows, 1)
+        if s.roots is not None:
+            Xi = _about_mean(Xi.T, s.roots).T
+        V = _leading(Xi, s.rank, s.generator())
+        if s.roots is not None:
+            V = about_mean(V, s.roots) * Xi.any()
         found.append(V.split(s.counts))
     of_ranks = [[V[rank] for V in found] for rank in ranks]
     count = [s.counts[team.rank] for s in shares]

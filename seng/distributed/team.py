@@ -183,7 +183,7 @@ class SiteCensus(NamedTuple):
 class Census(NamedTuple):
     """What the ranks have captured for a refresh."""
 
-    total: int  # B, of all ranks
+    totals: list[int]  # ϱ, or B where all samples are taken, of every rank
     half: bool  # whether any of it is in half precision
     sites: list[SiteCensus]
 
@@ -278,7 +278,9 @@ class Shared:
                     counts, sum(counts), max(kappas), captured, mismatch
                 )
             )
-        return Census(sum(totals), any(halves), sites)
+        most = samples.limit
+        totals = [min(total, most) for total in totals]
+        return Census(totals, any(halves), sites)
 
     def loaded(self, state: list[int], device: torch.device) -> bool:
         """Whether all ranks have loaded the same, so that they can go on from it."""

@@ -72,6 +72,7 @@ class Member:
     module: nn.Module
     kind: Kind
     names: Mapping[nn.Parameter, str]  # its parameters, as they were found
+    sample_dim: int = 0  # of its input, where there are so many before the features
 
     def sample_first(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output (or its gradient) with the sample as dimension 0."""
@@ -83,6 +84,9 @@ class Member:
             features = features(self.module)
         if a.dim() <= features:  # one sample, not a batch of one
             return a[None], g[None]
+        dim = self.sample_dim
+        if 0 < dim < a.dim() - features:
+            return a.movedim(dim, 0), g.movedim(dim, 0)
         return a, g
 
 
@@ -237,7 +241,7 @@ def differs(count: int, samples: int) -> str:
 
 
 def survey(
-    module: nn.Module, params: Iterable[nn.Parameter]
+    module: nn.Module, params: Iterable[nn.Parameter], sample_dim: int = 0
 ) -> tuple[list[Site], dict[str, str]]:
     """The sites of a module, and for every other parameter of `params` in it the reason why it has
     none.
@@ -261,7 +265,7 @@ def survey(
                     raise NoSiteError(kind)
                 own = layer.named_parameters(recurse=False)
                 names = {p: key for key, p in own}
-                members.append(Member(name, layer, kind, names))
+                members.append(Member(name, layer, kind, names, sample_dim))
             sites.append(Site(members, _segments(members, owned)))
         except NoSiteError as error:
             why = str(error)

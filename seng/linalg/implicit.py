@@ -34,6 +34,7 @@ class Factored(Operator):
     """u_i = Ĝ_i Â_iᵀ in parts: pairs of Ĝ and of some columns of Âᵀ, one after another."""
 
     form = "implicit"
+    factored = True
 
     G: Any  # the gradients, sample by sample
     pairs: ClassVar[Any]  # () -> Pairs, of U/scale
@@ -73,12 +74,16 @@ class Factored(Operator):
         columns = self.n * self.samples * self.dtype.itemsize
         return self if stays or columns > self.bytes else self.explicit()
 
-    def gram(self) -> Tensor:
-        """UᵀU by the cheaper of the two contractions, ϱ²κ²(n_G + n_A) or ϱ(ϱ + κ)n_G·n_A."""
+    @property
+    def by_columns(self) -> bool:
+        """Whether that is the cheaper contraction: ϱ²κ²(n_G + n_A) or ϱ(ϱ + κ)n_G·n_A."""
         _, n_G, n_A = self.shape
         pairs = self.samples * self.kappa**2 * (n_G + n_A)
-        by_columns = pairs > (self.samples + self.kappa) * n_G * n_A
-        return super().gram() if by_columns else self.gram_by_factors()
+        return pairs > (self.samples + self.kappa) * n_G * n_A
+
+    def gram(self) -> Tensor:
+        """UᵀU by the cheaper of two contractions."""
+        return super().gram() if self.by_columns else self.gram_by_factors()
 
     def gram_by_factors(self) -> Tensor:
         """elesum((A_iᵀA_j) ⊙ (G_iᵀG_j)) for every pair (eqs. 20 and 21)."""

@@ -20,6 +20,7 @@ class Lookup(Operator):
 
     form = "lookup"
     waits = True  # to know which rows occur
+    by_columns = False
     position_dim = 1
 
     tokens: Tensor  # (ϱ, κ)

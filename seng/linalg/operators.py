@@ -76,6 +76,8 @@ class Operator:
     shape: ClassVar[Any]  # (h, n_G, n_A): a block's vector is a stack
     kappa: ClassVar[Any] = 1  # κ, positions per sample
     basis: ClassVar[Any] = None  # Y (ϱ, n) and scale, if U = scale·Yᵀ is kept
+    factored: ClassVar[Any] = False  # whether `factors` gives any
+    by_columns: ClassVar[Any] = True  # whether the Gram is made of columns
 
     # What two operators must agree in for their tensors to be joined:
     @property
@@ -122,6 +124,10 @@ class Operator:
     def smaller(self) -> Operator:
         """The same U, as factors or as columns, whichever is smaller."""
         return self
+
+    def through(self, change: Callable[[Operator], Operator]) -> Operator:
+        """The same with a linear map applied to its columns, as an operator."""
+        return change(self)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Operator:
         """The same with every column changed; `change` takes columns as rows (ϱ, n)."""

@@ -35,6 +35,9 @@ class Omega(ABC):
 
     def of(self, U: Operator) -> Operator:
         """ΩU."""
+        return U.through(self._of)
+
+    def _of(self, U: Operator) -> Operator:
         return _columns(self(U.explicit().U))
 
 
@@ -62,11 +65,11 @@ class RowSample(Omega):
     def __call__(self, z: Tensor) -> Tensor:
         return torch.einsum("q,q...->q...", self.scale, z[self.index])
 
-    def of(self, U: Operator) -> Operator:
+    def _of(self, U: Operator) -> Operator:
         """Of factors, the chosen entries of G_i A_iᵀ alone, some samples at a time."""
         factors = U.factors()
         if factors is None:
-            return super().of(U)
+            return super()._of(U)
         group, g, a = torch.unravel_index(self.index, U.shape)
         entry = U.dtype.itemsize * max(1, len(g) * U.kappa)
         step = max(1, operators.CHUNK // entry)
@@ -92,10 +95,10 @@ class KroneckerSample(Omega):
         Z = _along(self.A, Z, 2)
         return Z.flatten(0, 2)
 
-    def of(self, U: Operator) -> Operator:
+    def _of(self, U: Operator) -> Operator:
         factors = U.factors()
         if factors is None:
-            return super().of(U)
+            return super()._of(U)
         return Implicit(
             _along(self.G, factors.G, 2), _along(self.A, factors.A, 2)
         )
@@ -124,7 +127,7 @@ class Buckets(Omega):
         signed = torch.einsum("n,n...->n...", self.sign, z)
         return out.index_add_(0, self.bucket, signed)
 
-    def of(self, U: Operator) -> Operator:
+    def _of(self, U: Operator) -> Operator:
         """Slab by slab, as U may be larger than memory."""
         Xi = self.sign.new_zeros(self.q, U.samples)
         bucket = self.bucket.view(U.shape)

@@ -1,5 +1,6 @@
-"""Curvature: which approximation of the Fisher matrix a layer keeps, as one frozen value that is
-checked when it is made.
+"""What a user says of the curvature, as frozen values that are checked when they are made.
+
+    M̄ + λP     M̄ = ŪŪᵀ of per-sample gradients: `Curvature`;  P = C^p: `Kronecker`, or I
 """
 
 from __future__ import annotations
@@ -10,124 +11,179 @@ from typing import Any, Literal, get_args
 from seng.layers.fisher import Fisher, Loss
 from seng.linalg.sketch import Sketch
 
-Form = Literal["auto", "explicit", "implicit", "merged", "plain"]
+Form = Literal["auto", "explicit", "implicit", "merged"]
 Combine = Literal["exact", "independent"]
 Blocks = Literal["layer", "network"]
-Base = Literal["identity", "kronecker"]
-# The default's: more gained nothing on digits and the small race.
-BASE_RANK = 32
+Damp = Literal["floor", "tikhonov"]
+
+# 𝒯: Table 1 keeps cases I to III (n ≤ 524,288) explicit, IV to VI (n ≥ 1,048,576) implicit.
+THRESHOLD = 10**6
+
+# What None stands for: why these values, docs/tuning.md.
+OF_FLOOR = {"power": 0.5, "rank": 32, "floor": 0.1, "decay": 0.8}
+OF_TIKHONOV = {"power": 1.0, "decay": 0.95}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _choice(owner: str, name: str, value: Any, allowed: Any) -> None:
+    alike = type(value) in map(type, allowed)  # 1 == True
+    if value not in allowed or not alike:
+        known = ", ".join(map(repr, allowed))
+        raise ValueError(
+            f"{owner}: unknown {name} {value!r}; use one of {known}"
+        )
+
+
+def _integer(owner: str, name: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(
+            f"{owner}: {name} must be an integer of at least 1, not {value!r}"
+        )
+
+
+def _fraction(owner: str, name: str, value: Any) -> None:
+    if not (_is_number(value) and 0 <= value < 1):
+        raise ValueError(f"{owner}: {name} must lie in [0, 1), not {value!r}")
+
+
+@dataclass(frozen=True)
+class Kronecker:
+    """The Kronecker metric P = C_G^p ⊗ C_A^p of a layer's outputs and inputs.
+
+    As `Curvature(base=seng.Kronecker(…))` it stands in the place of I; `seng.KFAC` takes the same
+    fields and has it alone. Layers without factors (norms, embeddings) have a diagonal one.
+
+    Args:
+        power: p of C^p. 1 is K-FAC's metric, 1/2 its square root, as in Shampoo and Adam.
+        rank: directions kept of each factor; all others count as one constant.
+        floor: eigenvalues of each factor count as at least this share of their mean.
+        decay: how much of the old factors a refresh keeps.
+        damp: "floor" as above; P has mean 1 and directions have the gradient's length. "tikhonov"
+            is K-FAC as Martens and Grosse have it: dense factors, power 1, π-damping by λ, and the
+            length that comes of it.
+    """
+
+    power: Any = None  # 0.5; tikhonov: 1
+    rank: Any = None  # 32; tikhonov: all
+    floor: Any = None  # 0.1; tikhonov has none
+    decay: Any = None  # 0.8; tikhonov: 0.95
+    damp: Damp = "floor"
+
+    def __post_init__(self) -> None:
+        _choice("Kronecker", "damp", self.damp, get_args(Damp))
+        usual = OF_FLOOR if self.damp == "floor" else OF_TIKHONOV
+        if self.damp == "tikhonov":
+            for name in ("rank", "floor"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        "Kronecker: damp='tikhonov' has dense factors and is damped by λ; leave "
+                        f"out {name}, or use damp='floor'"
+                    )
+            if self.power not in (None, 1):
+                raise ValueError(
+                    f"Kronecker: damp='tikhonov' has power 1, not {self.power!r}; leave it out, "
+                    "or use damp='floor'"
+                )
+        for name, value in usual.items():
+            if getattr(self, name) is None:
+                vars(self)[name] = value
+        self._check()
+
+    def _check(self) -> None:
+        power, floor, decay = self.power, self.floor, self.decay
+        if not (_is_number(power) and 0 < power <= 1):
+            raise ValueError(
+                f"Kronecker: power is the p of C^p, above 0 and at most 1, not {power!r}"
+            )
+        if self.rank is not None:
+            _integer("Kronecker", "rank", self.rank)
+        if floor is not None and not (_is_number(floor) and floor > 0):
+            raise ValueError(
+                f"Kronecker: floor is a share of the mean eigenvalue above 0, not {floor!r}"
+            )
+        _fraction("Kronecker", "decay", decay)
+
 
 CHOICES = {
     "form": get_args(Form),
     "combine": get_args(Combine),
     "fisher": get_args(Fisher),
     "blocks": get_args(Blocks),
-    "base": get_args(Base),
     "relative_damping": (True, False),
     "loss": (None, *get_args(Loss)),
-    "graft": (None, True, False),
+    "centred": (None, True, False),
 }
+SKETCHES = "sketch", "implicit_sketch"
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """How U is sampled, kept and used.
+    """How the per-sample gradients U of a layer are sampled, kept and used.
 
-    These defaults are low rank over λI, the paper's family. SENG without a curvature takes
-    Curvature(base="kronecker", rank=0, base_rank=32), the Kronecker metric alone. Each field and
-    the reason for its default:
-
-    form="auto"            plans per layer from its shape; see `seng.explain`. "plain" keeps no
-                           curvature:
-                           d = g, which with `orthogonal=True` is Muon's step (docs/race.md)
-    samples=None           ϱ: the first so many of the step's samples, ϱ/𝓜 on each of 𝓜 ranks; None
-                           takes all,
-                           since they cost no extra backward
-    rank=16                r of the implicit form and width k of the merged basis, which holds k·n
-                           numbers;
-                           more gained little (docs/race.md). More than exists means exact; 0, with
-                           a base, is the base alone
-    sketch=None            exact products; a `seng.sketch` trades accuracy for a cheaper refresh
-    combine="exact"        Uc by eq. 22; "independent" is the paper's cheap eq. 23, for its tables
-    decay=None             0.8 where the form can accumulate: one batch is too noisy; 0 (each
-                           refresh
-                           replaces U) is the paper's
-    relative_damping=True  λ = damping × the layer's largest eigenvalue (of a Kronecker metric
-                           alone: the
-                           mean one), so that one value fits every layer and loss scale
-    fisher="empirical"     u_i from the training loss, as the backward has them (the paper); "gauss-
-                           newton"
-                           from the output's Jacobian and "sampled" from labels drawn from the
-                           model, by backwards of their own on refresh steps
-    loss=None              which loss those two assume at the output (seng/layers/fisher.py):
-                           "squares" for
-                           "gauss-newton", "cross-entropy" for "sampled"; "bernoulli" is the third
-    blocks="layer"         one block per layer (the paper); "network" is one for all
-                           (metrics/network.py)
-    memory=None            bytes, or a fraction of the free memory, that the curvature may occupy;
-                           more is
-                           refused, with what would fit. None sets no limit
-    base="identity"        P of UUᵀ + λP: I is the paper's; "kronecker" (metrics/kronecker.py) also
-                           tells
-                           apart what lies outside the span of U. Layers without factors have a
-                           diagonal one
-    power=0.5              p of P = C^p: 1 is K-FAC's metric, 1/2 its square root
-    base_rank=128          directions kept of each Kronecker factor, all others being one constant
-    graft=None             whether a layer's direction is scaled to the length of its gradient, so
-                           that
-                           SGD's lr carries over: with a base it is, unless False
+    Args:
+        form: how U is kept. "auto" plans each layer from its shape; see `seng.explain`.
+            "explicit": its columns; "implicit": factors G_i, A_i; "merged": leading directions.
+        samples: ϱ, so many of the step's samples make U (ϱ/𝓜 on each of 𝓜 ranks); None: all.
+        rank: k, the directions kept by the merged form; r, the columns of the implicit factors.
+            More than exists means exact.
+        sketch: a `seng.sketch`, for a cheaper refresh; None: exact products.
+        implicit_sketch: the same for layers in implicit form; None: as `sketch`.
+        threshold: 𝒯 of Algorithm 1, the size n from which a layer is kept in implicit form.
+        combine: "exact" is eq. 22; "independent" the paper's cheap eq. 23.
+        centred: whether U is taken about its mean, so that the curvature is the covariance of the
+            samples. None: yes for `fisher="empirical"` with exact products.
+        decay: how much of the old U a refresh keeps. None: 0.8 where the form can accumulate; 0,
+            where each refresh replaces U, is the paper's.
+        relative_damping: whether λ is in units of a layer's largest eigenvalue.
+        fisher: "empirical": from the training loss; "gauss-newton": the output's Jacobian;
+            "sampled": labels drawn from the model. The last two cost backwards of their own.
+        loss: which loss these two assume at the output: "squares", "cross-entropy", "bernoulli".
+        blocks: "layer": one block per layer; "network": one for all.
+        base: P of ŪŪᵀ + λP: a `seng.Kronecker`, or None for the paper's I.
+        memory: bytes, or a fraction of the free memory, that the curvature may occupy; more is
+            refused, with what would fit.
     """
 
     form: Form = "auto"
-    samples: int | None = None
+    samples: int | None = 64
     rank: int = 16
     sketch: Sketch | None = None
+    implicit_sketch: Sketch | None = None
+    threshold: int = THRESHOLD
     combine: Combine = "exact"
+    centred: bool | None = None
     decay: float | None = None
     relative_damping: bool = True
     fisher: Fisher = "empirical"
-    blocks: Blocks = "layer"
-    memory: int | float | None = None
     loss: Loss | None = None
-    base: Base = "identity"
-    power: float = 0.5
-    base_rank: int = 128
-    graft: bool | None = None
+    blocks: Blocks = "layer"
+    base: Kronecker | None = Kronecker()
+    memory: int | float | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            alike = type(value) in map(type, allowed)  # 1 == True
-            if value not in allowed or not alike:
-                known = ", ".join(map(repr, allowed))
-                raise ValueError(
-                    f"Curvature: unknown {name} {value!r}; use one of {known}"
-                )
+            _choice("Curvature", name, getattr(self, name), allowed)
         self._check_numbers()
-        self._check_idle()
+        self._check_base()
         self._check_together()
 
     def _check_numbers(self) -> None:
-        # With a base, 0 leaves the base alone.
-        _integer("rank", self.rank, least=1 if self.base == "identity" else 0)
-        _integer("base_rank", self.base_rank)
+        for name in ("rank", "threshold"):
+            _integer("Curvature", name, getattr(self, name))
         if self.samples is not None:
-            _integer("samples", self.samples)
-        if not (_is_number(self.power) and 0 < self.power <= 1):
-            raise ValueError(
-                "Curvature: power is the p of C^p, above 0 and at most 1, not "
-                f"{self.power!r}"
-            )
-        if self.sketch is not None and not isinstance(self.sketch, Sketch):
-            raise TypeError(
-                "Curvature: sketch is None or one of seng.sketch, such as Rows(256), not "
-                f"{self.sketch!r}"
-            )
-        decay = self.decay
-        if decay is not None and not (_is_number(decay) and 0 <= decay < 1):
-            raise ValueError(
-                f"Curvature: decay must lie in [0, 1), not {decay!r}"
-            )
+            _integer("Curvature", "samples", self.samples)
+        for name in SKETCHES:
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Sketch):
+                raise TypeError(
+                    f"Curvature: {name} is None or one of seng.sketch, such as Rows(256), not "
+                    f"{given!r}"
+                )
+        if self.decay is not None:
+            _fraction("Curvature", "decay", self.decay)
         memory = self.memory
         fraction = isinstance(memory, float) and 0 < memory <= 1
         count = type(memory) is int and memory > 0
@@ -137,46 +193,42 @@ class Curvature:
                 f"{memory!r}"
             )
 
-    def _check_idle(self) -> None:
-        """Options that would do nothing beside the others are refused."""
-        given = [
-            f.name for f in fields(self) if getattr(self, f.name) != f.default
-        ]
-        if self.form == "plain":
-            mute = {*given} - {"form"}
-            why = "form='plain' keeps no curvature; leave out {}, or choose another form"
-        elif self.base == "identity":
-            mute = {"power", "base_rank"}
-            why = "base='identity' has no factors; leave out {}, or use base='kronecker'"
-        elif self.rank == 0:
-            mute = {"form", "sketch"}
-            why = "rank=0 is the base alone, without U; leave out {}, or use a rank"
-        else:
+    def _check_base(self) -> None:
+        """What is made for λI alone."""
+        base = self.base
+        if base is None:
             return
-        idle = [name for name in given if name in mute]
-        if idle:
-            raise ValueError(f"Curvature: {why.format(', '.join(idle))}")
+        if not isinstance(base, Kronecker):
+            raise TypeError(
+                f"Curvature: base is None (I) or a seng.Kronecker, not {base!r}"
+            )
+        kept = self.form in ("explicit", "implicit")
+        alone = {
+            "base.damp='tikhonov'": base.damp == "tikhonov",
+            "blocks='network'": self.blocks == "network",
+            "combine='independent'": self.combine == "independent",
+            f"form={self.form!r} with a sketch": kept and self.sketches,
+        }
+        for asked, given in alone.items():
+            if given:
+                raise ValueError(
+                    f"Curvature: {asked} has no Kronecker base; give base=None with it"
+                )
 
     def _check_together(self) -> None:
-        """Options that exclude each other."""
+        """Options that exclude each other, or do nothing beside the others."""
         form, decay = self.form, self.decay
-        network = self.blocks == "network"
         independent = self.combine == "independent"
         if self.loss is not None and self.fisher == "empirical":
             raise ValueError(
                 f"Curvature: loss={self.loss!r} is what fisher='gauss-newton' or "
                 "'sampled' starts from; fisher='empirical' takes the loss that is trained"
             )
-        if self.graft and network:
+        if self.centred and (self.fisher != "empirical" or independent):
+            asked = "combine" if independent else "fisher"
             raise ValueError(
-                "Curvature: graft=True gives each layer its gradient's length; use "
-                "blocks='layer' with it"
-            )
-        if self.base != "identity" and (network or independent):
-            asked = "blocks='network'" if network else "combine='independent'"
-            raise ValueError(
-                f"Curvature: base={self.base!r} is a metric of each layer's own; {asked} "
-                "has base='identity' only"
+                f"Curvature: {asked}={getattr(self, asked)!r} has no centred form; leave "
+                "centred out, or use fisher='empirical' with combine='exact'"
             )
         if self.averaging > 0 and form not in ("auto", "merged"):
             raise ValueError(
@@ -191,11 +243,41 @@ class Curvature:
                 "form='implicit' or 'auto' with decay=0, not "
                 f"form={form!r} with decay={decay!r}"
             )
-        if independent and network:
+        if independent and self.blocks == "network":
             raise ValueError(
                 "Curvature: combine='independent' (eq. 23) is made layer by layer; use "
                 "blocks='layer' with it"
             )
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        """Options that would do nothing."""
+        by_threshold = self.form == "auto" and not self.averaging
+        by_threshold = by_threshold and self.base is None
+        given = {f.name for f in fields(self) if self._given(f)}
+        idle = {
+            "rank": self.form == "explicit",
+            "threshold": not by_threshold,
+            "implicit_sketch": self.form != "implicit" and not by_threshold,
+        }
+        why = {
+            "rank": "form='explicit' keeps every column",
+            "threshold": "only form='auto' with base=None and decay=0 plans by it",
+            "implicit_sketch": "no layer is kept in implicit form",
+        }
+        for name, nothing in idle.items():
+            if nothing and name in given:
+                raise ValueError(
+                    f"Curvature: {name} does nothing here, since {why[name]}; leave it out"
+                )
+
+    def _given(self, field: Any) -> bool:
+        return bool(getattr(self, field.name) != field.default)
+
+    @property
+    def sketches(self) -> bool:
+        """Whether anything is sketched."""
+        return any(getattr(self, name) is not None for name in SKETCHES)
 
     @property
     def assumed(self) -> Loss:
@@ -205,9 +287,11 @@ class Curvature:
         return "squares" if self.fisher == "gauss-newton" else "cross-entropy"
 
     @property
-    def grafts(self) -> bool:
-        """Whether directions are scaled to the gradient's length."""
-        return self.base != "identity" if self.graft is None else self.graft
+    def centres(self) -> bool:
+        """Whether U is taken about its mean."""
+        if self.centred is not None:
+            return self.centred
+        return self.fisher == "empirical" and self.combine == "exact"
 
     @property
     def averaging(self) -> float:
@@ -218,14 +302,3 @@ class Curvature:
             self.form in ("auto", "merged") and self.combine == "exact"
         )
         return 0.8 if accumulates else 0.0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _integer(name: str, value: Any, least: int = 1) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(
-            f"Curvature: {name} must be an integer of at least {least}, not {value!r}"
-        )

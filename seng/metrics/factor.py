@@ -17,9 +17,6 @@ from seng.distributed.team import ALONE, Team
 from seng.linalg.numerics import OVERSAMPLE, SMALL, eigh, orthonormal, widest
 from seng.linalg.operators import HALF, product, wide
 
-# Of the mean eigenvalue, the least that counts: inputs never active would be stepped along without
-# bound
-FLOOR = 1e-3
 UNSEEN = 1e-6  # of the largest eigenvalue: what is below was in no sample, up to rounding
 FIRST = 6  # products of a range finder that begins at random,
 LATER = 2  # and of one that begins where the last one ended
@@ -51,26 +48,24 @@ class Factor:
         return self.trace.mean() / self.V.shape[1]
 
     def powers(
-        self, power: float, noise: float = 0.0, least: Tensor | float = 0.0
+        self, power: float, floor: float, noise: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """Eigenvalues of max(C, floor)^power, V's and the one that all others have (h, r + 1), and
         their mean (h,).
 
-        C is brought to mean eigenvalue 1 before. `least`: what the floor is at least. A C whose
-        eigenvalues are all below it counts as a multiple of I, as does one that is zero.
+        C is brought to mean eigenvalue 1 before; a C of zeros counts as a multiple of I.
         """
         _, n, r = self.V.shape
         mean = self.average
         others = self.rest if r < n else mean.expand_as(self.rest)
         e = torch.cat([self.s, others[:, None]], 1)
         e = e / torch.where(mean > 0, mean, 1)
-        floor = self._floor(power, noise).clamp_min(least)
-        e = torch.maximum(e, floor) ** power
+        e = torch.maximum(e, self._floor(power, floor, noise)) ** power
         trace = e.sum(1) + (n - r - 1) * e[:, -1]
         return e, trace / n
 
-    def _floor(self, power: float, noise: float) -> Tensor:
-        """The least eigenvalue that counts, above FLOOR where gradients are too noisy for that.
+    def _floor(self, power: float, asked: float, noise: float) -> Tensor:
+        """The least eigenvalue that counts, above `asked` where gradients are too noisy for that.
 
         Rounding leaves them ε = `noise` of their length, in all n directions alike; P⁻¹ stretches
         that by floor^{-p} on each side where both count as the floor. What they have to say lies in
@@ -87,7 +82,7 @@ class Factor:
         bound = 4 * noise
         few = bound ** (0.5 / power) * unseen / seen.clamp_min(1)
         every = bound ** (1 / power)
-        floor: Tensor = few.clamp_min(max(FLOOR, every))
+        floor: Tensor = few.clamp_min(max(asked, every))
         return floor
 
 

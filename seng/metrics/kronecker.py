@@ -1,4 +1,4 @@
-"""Metrics of one block per layer that need no U: the Kronecker metric, K-FAC's, and none.
+"""Metrics of one block per layer that need no U: the Kronecker metric, and K-FAC's.
 
 The Kronecker metric is P = P_G ⊗ P_A (X ↦ P_G X P_A) from the second moments of what a layer saw.
 
@@ -8,10 +8,9 @@ p = 1 is K-FAC's metric, p = 1/2 its square root. Layers without factors have a 
 
     P = diag(v)^p                v = E u² over per-sample gradients
 
-whose p = 1/2 is Adam's root; v below `FLOOR` of its mean counts as that. P is normalised to mean
-eigenvalue 1. By itself it gives d = P⁻¹g; the damping then bounds its eigenvalues from below, by √λ
-of the mean on each side, so that λ → ∞ is P = I. As the base of `seng.metrics.low_rank` it whitens
-U and g by P^{-½}.
+whose p = 1/2 is Adam's root. Eigenvalues count as at least `floor` of their mean, on each side; v as
+at least floor² of its. P is normalised to mean eigenvalue 1. By itself it gives d = P⁻¹g, as long
+as g. As the base of `seng.metrics.low_rank` it whitens U by P^{-½}.
 
     d = (G + √λ/π I)⁻¹ g (A + π√λ I)⁻¹,  π² = (tr A / n_A) / (tr G / n_G)
 
@@ -34,8 +33,8 @@ from seng.distributed.team import Team
 from seng.layers.sites import Site
 from seng.linalg.implicit import Implicit
 from seng.linalg.operators import Operator, Shape, product
-from seng.metrics.curvature import Curvature
-from seng.metrics.factor import FLOOR, WHAT, Factor, Moment, noise, updated
+from seng.metrics import curvature
+from seng.metrics.factor import WHAT, Factor, Moment, noise, updated
 from seng.metrics.metric import (
     Dims,
     LayerRefresh,
@@ -46,7 +45,6 @@ from seng.metrics.metric import (
 )
 
 SHIFTS = 6  # that a factorization tries
-MOST = 1e16  # more than any eigenvalue in units of the mean one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,37 +52,28 @@ class PowerState(State):
     """C, and how P = C^p is made from it."""
 
     power: float
-    relative: bool = True  # whether λ is in units of the mean eigenvalue
-    graft: bool = False
+    floor: float
 
-    form = "merged"
+    form = "power"
 
     @abstractmethod
-    def to_power(self, exponent: float, damping: float = 0.0) -> Any:
-        """P^exponent, eigenvalues of C below `damping` counting as that."""
+    def to_power(self, exponent: float) -> Any:
+        """P^exponent."""
 
     @abstractmethod
     def summary(self) -> tuple[Tensor, Tensor, Tensor]:
         """C's largest eigenvalue, its trace, and its mean eigenvalue."""
 
-    def least(self, damping: float) -> Any:
-        """λ in units of the mean eigenvalue; an absolute one is above any that are 0."""
-        if self.relative:
-            return min(damping, MOST)
-        _, _, mean = self.summary()
-        return (damping / mean).nan_to_num(0.0).clamp_max(MOST)
-
     def at(self, damping: float) -> PowerSolver:
-        return PowerSolver(self.to_power(-1.0, damping), self.graft)
+        return PowerSolver(self.to_power(-1.0))
 
     def fine(self) -> Tensor:
         _, trace, _ = self.summary()
         return trace.isfinite()
 
     def spectrum(self, damping: float | None) -> tuple[Any, Any, Any]:
-        largest, trace, mean = map(float, self.summary())
-        unit = mean if self.relative else 1.0
-        return largest, trace, None if damping is None else damping * unit
+        largest, trace, _ = map(float, self.summary())
+        return largest, trace, None
 
 
 @dataclass(frozen=True)
@@ -117,11 +106,10 @@ class DiagonalState(PowerState):
     def summary(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.v.max(), self.v.sum(), self.v.mean()
 
-    def to_power(self, exponent: float, damping: float = 0.0) -> DiagonalPower:
+    def to_power(self, exponent: float) -> DiagonalPower:
         mean = self.v.mean()
         C = self.v / torch.where(mean > 0, mean, 1)
-        least = self.least(damping)
-        P = C.clamp_min(FLOOR).clamp_min(least) ** self.power
+        P = C.clamp_min(self.floor**2) ** self.power
         return DiagonalPower((P / P.mean()) ** exponent)
 
 
@@ -160,9 +148,12 @@ class KroneckerPower:
         n_G = self.V_G.shape[1]
         n_A = self.V_A.shape[1]
         fewer = min(U.kappa, rank) * (n_G + n_A) < n_G * n_A
-        factors = U.factors() if fewer else None
-        if factors is None:
+        if not (fewer and U.factored):
             return U.mapped(self.rows)
+        return U.through(self._of_factors)
+
+    def _of_factors(self, U: Operator) -> Operator:
+        factors: Any = U.factors()
         G = _along(factors.G, self.V_G, self.w_G, self.c)
         A = _along(factors.A, self.V_A, self.w_A.mT)
         return Implicit(G, A)
@@ -196,12 +187,10 @@ class KroneckerState(PowerState):
         mean = self.G.average * self.A.average
         return largest.max(), trace.sum(), mean
 
-    def to_power(
-        self, exponent: float, damping: float = 0.0
-    ) -> KroneckerPower:
-        least = self.least(damping) ** 0.5
-        G, mean_G = self.G.powers(self.power, self.noise, least)
-        A, mean_A = self.A.powers(self.power, self.noise, least)
+    def to_power(self, exponent: float) -> KroneckerPower:
+        how = self.power, self.floor, self.noise
+        G, mean_G = self.G.powers(*how)
+        A, mean_A = self.A.powers(*how)
         mean = (mean_G * mean_A).mean()  # P's, over all groups
         w_G, c_G = _relative(G**exponent)
         w_A, c_A = _relative(A**exponent)
@@ -219,19 +208,19 @@ def _relative(e: Tensor) -> tuple[Tensor, Tensor]:
 class Kronecker(Metric):
     """P alone, or the base of low rank.
 
-    `base_rank` leading directions are kept of each factor, all others being one constant.
+    `rank` leading directions are kept of each factor, all others being one constant.
     """
 
-    curvature: Curvature
+    curvature: curvature.Kronecker
 
-    def __init__(self, curvature: Curvature) -> None:
-        self.curvature = curvature
-        self.decay = curvature.averaging
-        self.options: dict[str, Any] = {
-            "power": float(curvature.power),
-            "relative": curvature.relative_damping,
-            "graft": curvature.grafts,
-        }
+    def __init__(self, asked: curvature.Kronecker) -> None:
+        self.curvature = asked
+        power, floor = float(asked.power), float(asked.floor)
+        self.options: dict[str, Any] = {"power": power, "floor": floor}
+
+    def plan_of(self, d: Dims) -> Plan:
+        d = d.based(self.curvature.rank)
+        return Plan(d, "power", 0, "its Kronecker factors alone")
 
     def accepts(self, state: Any) -> State | None:
         if not isinstance(state, PowerState):
@@ -248,8 +237,8 @@ class Kronecker(Metric):
         draw = layer.generator("base")
         seen_G = Moment(layer.U.outputs(), team, 1 / team.size)
         seen_A = inputs(layer.U, team, draw.initial_seed())
-        rank = self.curvature.base_rank
-        decay = self.decay
+        rank = self.curvature.rank
+        decay = self.curvature.decay
         G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
         A = updated(getattr(old, "A", None), seen_A, rank, decay, draw)
         return KroneckerState(G, A, noise(layer.precision), **self.options)
@@ -259,7 +248,7 @@ class Kronecker(Metric):
         team.sum_([v], WHAT)
         old = getattr(layer.previous, "v", None)
         if old is not None:
-            v = old.lerp(v, 1 - self.decay)
+            v = old.lerp(v, 1 - self.curvature.decay)
         return DiagonalState(v, **self.options)
 
 
@@ -372,18 +361,3 @@ class Tikhonov(Metric):
             G = old.G.lerp(G, new)
             A = old.A.lerp(A, new)
         return TikhonovState(G, A)
-
-
-NO_CURVATURE = "form='plain': no curvature"
-
-
-class Plain(Metric):
-    """The gradient itself."""
-
-    captures = False
-
-    def plan_of(self, d: Dims) -> Plan:
-        return Plan(d, "plain", 0, NO_CURVATURE)
-
-    def init(self, layer: LayerRefresh, team: Team) -> State:
-        raise AssertionError("nothing is captured")

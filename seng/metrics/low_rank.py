@@ -1,4 +1,4 @@
-"""SENG's metric: M = UUᵀ from per-sample gradients, over λI or over a Kronecker metric P.
+"""SENG's metric: ŪŪᵀ from per-sample gradients about their mean, over a Kronecker metric λP or λI.
 
 On a refresh U is captured, brought into its planned form, sketched and factorized:
 
@@ -9,6 +9,9 @@ In the merged form Ω only chooses the subspace, so that the eigenvalues of λ(Y
 1] for every sketch; and bases are averaged over refreshes by stacking them,
 
     δM_old + (1 − δ)M = [√δ·U_old, √(1−δ)·U][…]ᵀ, truncated to its k leading directions.
+
+Over P all of that happens in whitened coordinates, Ỹ = P^{-½}ŪV. What is kept is Z = P^{-½}Ỹ, from
+which Ỹ_old = P_new^{-½}P_old Z_old at the next refresh.
 
 What is as large as a layer is done layer by layer; what is as small as ϱ × ϱ for all layers at
 once. Each step solves by `seng.metrics.woodbury`.
@@ -27,6 +30,7 @@ from torch import Tensor
 from seng.distributed.pool import Share, pooled
 from seng.distributed.team import Team
 from seng.gpu.recorder import Run, directly
+from seng.linalg.centred import centred
 from seng.linalg.implicit import Implicit, Independent
 from seng.linalg.numerics import (
     deviation,
@@ -47,6 +51,7 @@ from seng.metrics.metric import (
     Metric,
     Plan,
     State,
+    plan,
 )
 from seng.metrics.woodbury import LowRankState, by_size, solvers_of
 
@@ -72,12 +77,11 @@ class Draft:
     def last(self) -> Any:
         """The last state, where it keeps a basis of the same kind."""
         last: Any = self.layer.previous
-        base = getattr(self.P, "base", "identity")
-        kind = self.U.form, base
-        if last is None or self.U.form not in ("merged", "sharded"):
+        form = self.U.form
+        if last is None or form not in ("merged", "sharded"):
             return None
-        alike = (last.form, last.base) == kind
-        return last if alike else None
+        base = getattr(self.P, "base", "identity")
+        return last if (last.form, last.base) == (form, base) else None
 
     @property
     def width(self) -> int:
@@ -99,9 +103,17 @@ class LowRank(Metric):
 
     def __init__(self, curvature: Curvature) -> None:
         self.curvature = curvature
-        based = curvature.base == "kronecker"
-        self.base = Kronecker(curvature) if based else None
-        self.reduces = not based  # a base is made of all factors
+        base = curvature.base
+        self.base = None if base is None else Kronecker(base)
+        self.reduces = base is None  # a base is made of all factors
+
+    def plan(
+        self,
+        dims: Sequence[Dims],
+        budget: int | None = None,
+        pooled: bool = False,
+    ) -> list[Plan]:
+        return plan(dims, self.curvature, budget, pooled)
 
     def keep(self, U: Operator, dims: Dims, generator: Draw) -> Operator:
         """The smaller of columns and factors, or reduced factors if asked for."""
@@ -119,8 +131,8 @@ class LowRank(Metric):
     def remark(self, chosen: Plan) -> str | None:
         """A sketch that is larger than what it sketches."""
         d = chosen.dims
-        sketch = self.curvature.sketch
-        if sketch is None or d.own is not None or not sketch.exceeds(d.shape):
+        sketch = self._sketch(chosen)
+        if sketch is None or not sketch.exceeds(d.shape):
             return None
         what = "it" if sketch.covers(d.shape) else "that side of it"
         layer = f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}"
@@ -130,11 +142,12 @@ class LowRank(Metric):
         c = self.curvature
         if not isinstance(state, LowRankState):
             return None
-        power = getattr(state.P, "power", None)  # None: no base
-        own = c.power if self.base else None
-        if power != own:
+        if (state.P is None) != (self.base is None):
             return None
-        return replace(state, relative=c.relative_damping, graft=c.grafts)
+        P = None if self.base is None else self.base.accepts(state.P)
+        if self.base is not None and P is None:
+            return None
+        return replace(state, relative=c.relative_damping, P=P)
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         return self.refresh([layer], team)[0]
@@ -152,7 +165,7 @@ class LowRank(Metric):
     def drafts(
         self, layers: Sequence[LayerRefresh], team: Team, run: Run
     ) -> list[Draft]:
-        """Each U over its base and in its planned form, with the Gram of ΩU."""
+        """Each Ū over its base and in its planned form, with the Gram of ΩŪ."""
         found = []
         for layer in layers:
             d = self._whitened(layer, team)
@@ -160,35 +173,44 @@ class LowRank(Metric):
         return self._pooled(found, team) if team.pools else found
 
     def _whitened(self, layer: LayerRefresh, team: Team) -> Draft:
-        """P renewed from what was captured, and P^{-½}U."""
-        U = layer.U
-        chosen = layer.plan
-        if self.base is None:
-            return Draft(layer, None, U)
-        before = getattr(layer.previous, "P", None)
-        P: Any = self.base.init(replace(layer, previous=before), team)
-        rank = chosen.rank if chosen.form == "implicit" else U.kappa
-        white = P.to_power(-0.5)
-        return Draft(layer, P, white.of(U, rank))
+        """P renewed from what was captured, and P^{-½}Ū of `samples` of it."""
+        P: Any = None
+        if self.base is not None:
+            before = getattr(layer.previous, "P", None)
+            P = self.base.init(replace(layer, previous=before), team)
+        layer = layer.sampled(self.curvature.samples, team.size)
+        U: Operator = layer.U
+        if layer.plan.form == "implicit":
+            U = reduced_factors(U, layer.plan.rank, layer.generator)
+        if self.curvature.centres and not team.pools:
+            U = centred(U, layer.roots())
+        if P is not None:
+            U = P.to_power(-0.5).of(U, U.kappa)
+        return Draft(layer, P, U)
+
+    def _sketch(self, chosen: Plan) -> Any:
+        """The one for a layer of this plan; those without factors stay exact."""
+        c = self.curvature
+        if chosen.dims.own is not None:
+            return None
+        own = c.implicit_sketch if chosen.form == "implicit" else None
+        return own or c.sketch
 
     def _sketched(self, d: Draft, run: Run) -> Draft:
-        """Ω of the curvature, of layers with factors alone: others stay exact."""
+        """U in its form, and the Gram of ΩU."""
         U = d.U
         c = self.curvature
         chosen = d.layer.plan
-        draw = d.layer.generator
-        sketch = c.sketch if chosen.dims.own is None else None
+        sketch = self._sketch(chosen)
         if chosen.form == "explicit":
             U = U.explicit()
-        elif chosen.form == "implicit":
-            U = reduced_factors(U, chosen.rank, draw)
-            if c.combine == "independent" and isinstance(U, Implicit):
-                U = Independent(U.G, U.A)
+        elif c.combine == "independent" and isinstance(U, Implicit):
+            U = Independent(U.G, U.A)
         if sketch is None or sketch.covers(U.shape):
             (gram,) = run(_gram, U)
             return replace(d, U=U, gram=gram)
-        U = U.factors() or U
-        omega = sketch.draw(U, draw())
+        U = U.through(lambda X: X.factors() or X)
+        omega = sketch.draw(U, d.layer.generator())
         gram = omega.of(U).gram()
         return replace(d, U=U, omega=omega, gram=gram)
 
@@ -198,7 +220,9 @@ class LowRank(Metric):
         for d in drafts:
             layer = d.layer
             rank = layer.plan.rank
-            shares.append(Share(d.U, layer.counts, rank, layer.generator))
+            roots = layer.all_roots() if self.curvature.centres else None
+            kept = d.U, layer.counts, rank, layer.generator
+            shares.append(Share(*kept, roots))
         out = []
         half = any(d.layer.precision in HALF for d in drafts)
         bases = pooled(team, shares, self.curvature.sketch, half)
@@ -260,7 +284,7 @@ class LowRank(Metric):
         old = last.U
         K = last.gram
         if d.P is not None:
-            back = last.P.to_power(0.5)
+            back = last.P.to_power(1.0)
             forth = d.P.to_power(-0.5)
             old = old.mapped(lambda Y: forth.rows(back.rows(Y)))
         if d.P is not None or self.together:
@@ -282,8 +306,11 @@ class LowRank(Metric):
             largest = d.top
             if largest is None:
                 largest = top(d.gram[None])[0].to(d.gram.dtype)
-            kept = d.U, d.omega, d.gram, largest, relative, d.P
-            out.append(LowRankState(*kept, self.curvature.grafts, d.error))
+            U = d.U
+            if d.P is not None:
+                U = d.P.to_power(-0.5).of(U, U.kappa)
+            kept = U, d.omega, d.gram, largest, relative, d.P
+            out.append(LowRankState(*kept, d.error))
         return out
 
     solvers = staticmethod(solvers_of)
@@ -309,6 +336,7 @@ def _leading(
         return largest, K[:, 0, :0], K[:, :, :0]
     values, V = spectrum(K, width, begin)
     largest = values[:, 0] if one_by_one(K) else top(K)
+    V = torch.where(largest[:, None, None] == 0, 0, V)  # rounding is all there is
     return largest.to(K.dtype), values, V.to(K.dtype)
 
 
@@ -316,7 +344,7 @@ def _basis(d: Draft, values: Tensor, V: Tensor, run: Run) -> Draft:
     """UV in place of U, exact in what it keeps; all of U where no directions were chosen."""
     error: Any = 0.0
     if not V.shape[1]:
-        Y = d.U.explicit().U.T.to(d.gram.dtype)
+        Y = d.U.explicit().U.T.to(d.U.dtype)
     else:
         with coarser(d.layer.half and V.is_cuda):
             (Y,) = run(_combined, d.U, V)

@@ -38,11 +38,12 @@ from seng.distributed.team import Team
 from seng.gpu.recorder import Run, directly
 from seng.layers.sites import Site
 from seng.linalg.memory import size_of
+from seng.linalg.numerics import widest
 from seng.linalg.operators import Operator, Shape
-from seng.metrics.curvature import Curvature
+from seng.metrics.curvature import Curvature, Kronecker
 
-# 𝒯: Table 1 keeps cases I to III (n ≤ 524,288) explicit, IV to VI (n ≥ 1,048,576) implicit.
-THRESHOLD = 10**6
+# Numbers of a basis up to which norms and embeddings are merged, to be accumulated.
+SMALL = 10**6
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,7 @@ class Dims:
     itemsize: int = 4
     half: bool = False  # whether factors and bases are kept in half precision
     factored: bool = True  # whether it can have a Kronecker metric
-    base: str = (
-        "identity"  # kronecker, diagonal: in whose coordinates U is kept
-    )
+    base: str = "identity"  # what stands in the place of I
     base_rank: int = 0  # directions kept of each Kronecker factor
 
     @property
@@ -94,7 +93,7 @@ class Plan:
     """The form of one layer, and why."""
 
     dims: Dims
-    form: str  # explicit, implicit, lookup, merged, plain, or a metric's own
+    form: str  # explicit, implicit, lookup, merged, or a metric's own
     rank: int
     why: str
 
@@ -111,26 +110,20 @@ class Plan:
         }.get(self.form, (0, 0))
 
     @property
-    def powers(self) -> int:
-        """The powers of P that a solve takes: P^{-½} before and after U, or P⁻¹ alone."""
-        if self.dims.base == "identity":
-            return 0
-        return 2 if self.rank else 1
-
-    @property
     def bytes(self) -> int:
-        """Memory of U and P between refreshes; beside U, P^{-½} is kept too."""
+        """Memory of U and P between refreshes."""
         d = self.dims
         h, n_G, n_A = d.shape
         count, size = self.columns
         itemsize = 2 if d.half and d.own is None else d.itemsize
-        of_base = self.powers * d.n
-        if d.base == "kronecker":
+        of_base = 0
+        if d.base == "diagonal":
+            of_base = 2 * d.n  # v, and P⁻¹
+        elif d.base == "kronecker":
             r_G = min(d.base_rank, n_G)
             r_A = min(d.base_rank, n_A)
             vectors = n_G * r_G + n_A * r_A
-            eigenvalues = self.powers * (r_G + r_A + 1)
-            of_base = h * (vectors + eigenvalues + 1) + 2
+            of_base = h * (vectors + 2 * (r_G + r_A) + 3) + 2
         return count * size * itemsize + of_base * d.itemsize
 
     @property
@@ -139,7 +132,9 @@ class Plan:
         d = self.dims
         r_G = min(d.base_rank, d.shape[1])
         r_A = min(d.base_rank, d.n_A)
-        of_base = self.powers * (4 * (r_G + r_A) + 1) * d.n
+        of_base = 0
+        if d.base != "identity":
+            of_base = (4 * (r_G + r_A) + 1) * d.n
         count, _ = self.columns
         size = d.n_A if self.form == "lookup" else d.n
         return 4 * count * size + of_base
@@ -171,14 +166,15 @@ def _what_fits(
     dims: Sequence[Dims], c: Curvature, budget: int, pooled: bool
 ) -> str:
     """The largest halving of the ranks that fits, in words."""
-    ranks = {"rank": c.rank} if c.rank else {}
-    if c.base != "identity":
-        ranks["base_rank"] = c.base_rank
-    while max(ranks.values()) > 1:
-        ranks = {name: max(1, rank // 2) for name, rank in ranks.items()}
-        plans = _plans(dims, replace(c, **ranks), pooled)  # type: ignore[arg-type]
+    while max(c.rank, c.base.rank if c.base else 1) > 1:
+        words = [f"rank={max(1, c.rank // 2)}"]
+        base = c.base
+        if base is not None:
+            base = replace(base, rank=max(1, base.rank // 2))
+            words.append(f"base=Kronecker(rank={base.rank})")
+        c = replace(c, rank=max(1, c.rank // 2), base=base)
+        plans = _plans(dims, c, pooled)
         if sum(p.bytes for p in plans) <= budget:
-            words = [f"{name}={rank}" for name, rank in ranks.items()]
             return f"{' and '.join(words)} would fit"
     return "use fewer samples, another form or more memory"
 
@@ -190,10 +186,12 @@ def _plans(dims: Sequence[Dims], c: Curvature, pooled: bool) -> list[Plan]:
 
 
 def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
+    if c.samples is not None:
+        d = replace(d, samples=min(d.samples, c.samples))
     form, rank, why = _form(d, c, pooled)
-    if c.base == "identity":
+    if c.base is None:
         return Plan(d, form, rank, why)
-    d = d.based(c.base_rank)
+    d = d.based(c.base.rank)
     # In the coordinates of P, factors may be no fewer numbers than columns.
     shrinks = d.factored and d.sides * min(rank, d.kappa) < d.n
     if form == "implicit" and not shrinks:
@@ -204,8 +202,6 @@ def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
 
 def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
     """The form of one layer, its rank, and why."""
-    if c.rank == 0:
-        return "merged", 0, "the base alone"
     width = min(c.rank, d.n)  # of a merged basis
     width = width if c.averaging else min(width, d.samples)
     if pooled:
@@ -223,10 +219,10 @@ def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
     if c.averaging:
         why = f"curvature is accumulated (decay={c.averaging})"
         return "merged", width, why
-    if c.combine == "exact" and c.rank < d.samples:
-        why = f"k = {width} directions instead of ϱ = {d.samples} samples"
+    if c.base is not None or (c.combine == "exact" and c.rank < d.samples):
+        why = f"k = {width} directions of ϱ = {d.samples} samples"
         return "merged", width, why
-    form, why = paper_form(d)
+    form, why = paper_form(d, c.threshold)
     if c.combine == "exact":
         why = f"ϱ = {d.samples} ≤ rank: nothing to merge; {why}"
     return form, c.rank, why
@@ -241,21 +237,21 @@ def _own_form(d: Dims, own: str, c: Curvature) -> tuple[str, int, str]:
     if c.averaging:
         columns = max(c.rank, d.samples)
         width = min(columns, d.n)
-        if own == "explicit" or d.n * width <= THRESHOLD:
+        if own == "explicit" or d.n * width <= SMALL:
             why = f"no factors; curvature is accumulated (decay={c.averaging})"
             return "merged", width, why
         why += ", replaced at each refresh since a basis would be too large"
     return own, d.samples, why
 
 
-def paper_form(d: Dims) -> tuple[str, str]:
+def paper_form(d: Dims, threshold: int) -> tuple[str, str]:
     """Algorithm 1: implicit if the layer is large and its factors are the smaller."""
-    if d.n < THRESHOLD:
-        return "explicit", f"n < 𝒯 = {THRESHOLD:,}"
+    if d.n < threshold:
+        return "explicit", f"n < 𝒯 = {threshold:,}"
     if d.n <= d.sides * d.kappa:
         why = "n ≤ (n_G + n_A)κ: the factors would be larger than the gradient"
         return "explicit", why
-    return "implicit", f"n ≥ 𝒯 and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
+    return "implicit", f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
 
 
 def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
@@ -272,7 +268,7 @@ def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
         return [Plan(d, "merged", k, why) for d in dims]
     plans = []
     for d in dims:
-        form = paper_form(d)[0] if auto else c.form
+        form = paper_form(d, c.threshold)[0] if auto else c.form
         rank = max(c.rank, d.kappa) if auto else c.rank
         why = "all samples of the whole network"
         plans.append(Plan(d, d.own or form, rank, why))
@@ -313,6 +309,7 @@ class LayerRefresh:
     samples: int  # ϱ of this rank's step
     positions: int  # over all samples
     counts: list[int]  # samples on every rank
+    totals: list[int]  # ϱ of every rank's step
     previous: State | None  # over the same parameters
     damping: float
     precision: torch.dtype  # the least in which gradients were computed
@@ -320,6 +317,41 @@ class LayerRefresh:
     generator: Draw  # the same on all ranks
     # Y (k, n) -> U = Yᵀ, spread as the layer is
     basis: Callable[[Tensor], Operator]
+
+    def sampled(self, samples: int | None, ranks: int) -> LayerRefresh:
+        """With at most so many samples of all ranks, of each its first."""
+        if samples is None:
+            return self
+        most = -(-samples // ranks)
+        kept = min(most, self.samples)
+        count = _share(self.U.samples, kept, self.samples)
+        U = self.U.first(count)
+        if kept < self.samples:
+            U = U.scaled((self.samples / kept) ** 0.5)
+        totals = [min(most, total) for total in self.totals]
+        sizes = zip(self.counts, totals, self.totals, strict=True)
+        counts = [_share(*size) for size in sizes]
+        return replace(self, U=U, samples=kept, counts=counts, totals=totals)
+
+    def roots(self) -> Tensor:
+        """The roots of this rank's weights, 1/√ϱ for each column of U."""
+        return self._roots(self.U.samples, self.samples)
+
+    def all_roots(self) -> Tensor:
+        """Those of all ranks' columns, of which each rank has the same weight."""
+        ranks = zip(self.counts, self.totals, strict=True)
+        parts = [self._roots(*rank) for rank in ranks]
+        return torch.cat(parts) / len(parts) ** 0.5
+
+    def _roots(self, count: int, samples: int) -> Tensor:
+        values = self.U.values
+        root = max(1, samples) ** -0.5
+        return values.new_full((count,), root, dtype=widest(values))
+
+
+def _share(count: int, kept: int, total: int) -> int:
+    """Of a layer's columns, as many as are kept of the step's samples."""
+    return -(-count * kept // max(1, total))
 
 
 STATES: dict[str, type[State]] = {}  # by name, as checkpoints have them
@@ -374,12 +406,12 @@ class State(ABC):
 class Metric(ABC):
     """Which curvature layers keep."""
 
-    captures = True  # whether it needs per-sample gradients at all
     per_sample = True  # whether dimension 0 has to be the sample
     reduces = False  # whether `keep` does anything
     together = False  # whether all layers share one solve
     makes: type[State] | None = None  # by `init`; None: nothing is loaded
-    curvature: Curvature | None = None  # what plans follow, if any
+    # What plans follow, if any.
+    curvature: Curvature | Kronecker | None = None
 
     def __repr__(self) -> str:
         """The same on all ranks, which compare what they build."""
@@ -396,12 +428,10 @@ class Metric(ABC):
         pooled: bool = False,
     ) -> list[Plan]:
         """One plan per layer; `pooled` where all ranks share one curvature."""
-        if self.curvature is None:
-            return [self.plan_of(d) for d in dims]
-        return plan(dims, self.curvature, budget, pooled)
+        return [self.plan_of(d) for d in dims]
 
     def plan_of(self, d: Dims) -> Plan:
-        """One layer's, of a metric without a curvature."""
+        """One layer's, where each is planned by itself."""
         return Plan(d, "own", 0, type(self).__name__)
 
     def keep(self, U: Operator, dims: Dims, generator: Draw) -> Operator:
@@ -443,14 +473,12 @@ class Metric(ABC):
 
 @dataclass(frozen=True)
 class PowerSolver:
-    """d = P⁻¹g, as long as g where it is grafted."""
+    """d = P⁻¹g, as long as g."""
 
     inverse: Solver
-    graft: bool
 
     def __call__(self, g: Tensor) -> Tensor:
-        d = self.inverse(g)
-        return grafted(d, g) if self.graft else d
+        return grafted(self.inverse(g), g)
 
 
 def tensors_of(*values: Any) -> list[Tensor]:

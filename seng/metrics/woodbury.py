@@ -2,9 +2,11 @@
 
     d = g − Ub,   (λI + ΞᵀΞ) b = Ξᵀξ,   Ξ = ΩU, ξ = Ωg                    (eqs. 8, 9, 12, 13 and 24)
 
-d is g itself for λ → ∞. With a base P in place of I all of it is in whitened coordinates,
+d is g itself for λ → ∞. With a base P in place of I it takes one product with P⁻¹,
 
-    λ(UUᵀ + λP)⁻¹g = P^{-½} λ(ŨŨᵀ + λI)⁻¹ P^{-½}g,   Ũ = P^{-½}U
+    λ(UUᵀ + λP)⁻¹g = P⁻¹g − Zb,   (λI + K) b = Zᵀg,   Z = P⁻¹U, K = UᵀP⁻¹U
+
+and d is scaled to the length of g, so that the learning rate carries over.
 
 The system is solved as (I + K/λ)b = Ξᵀξ/λ with K = ΞᵀΞ: it is well scaled for every λ.
 
@@ -40,22 +42,17 @@ class LowRankSolver:
     Xi: Operator  # ΩU
     lam: Tensor  # ()
     inverse: Tensor  # (λI + K)⁻¹; not a number where there is none
-    white: Any  # P^{-½}; None: I
-    graft: bool
+    base: Any  # P⁻¹; None: I
     failures: Tensor  # counts the solves that fell back to the plain gradient
 
     def __call__(self, g: Tensor) -> Tensor:
-        z = g if self.white is None else self.white(g)
-        (d,) = woodbury([self], [z])
-        d = d if self.white is None else self.white(d)
-        return grafted(d, g) if self.graft else d
+        (d,) = woodbury([self], [g])
+        return d if self.base is None else grafted(d, g)
 
     @property
     def basis(self) -> tuple[Tensor, Tensor] | None:
         """Y and scale of U = scale·Yᵀ, where d = g − Ub is all there is to do."""
-        plain = (
-            self.omega == IDENTITY and self.white is None and not self.graft
-        )
+        plain = self.omega == IDENTITY and self.base is None
         return self.U.basis if plain else None
 
     def project(self, z: Tensor) -> Tensor:
@@ -72,13 +69,13 @@ class LowRankSolver:
 def woodbury(
     solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool = list
 ) -> list[Tensor]:
-    """g − Ub of each layer; g where b is not finite, which is counted.
+    """P⁻¹g − Zb of each layer; P⁻¹g where b is not finite, which is counted.
 
-    In float64 refined once: g lies nearly in the span of U, and the difference cancels.
+    In float64 over λI refined once: g may lie nearly in the span of U, and the difference cancels.
     """
     ds, fine = _corrected(solvers, gs, pool)
     double = gs[0].dtype == torch.float64
-    if double and all(s.U.exact for s in solvers):
+    if double and all(s.U.exact and s.base is None for s in solvers):
         rests = []
         pairs = zip(solvers, ds, strict=True)
         cs = pool([s.project(d) for s, d in pairs])
@@ -104,7 +101,8 @@ def _corrected(
     cs = pool([s.project(g) for s, g in pairs])
     for s, g, c in zip(solvers, gs, cs, strict=True):
         b, ok = s.coefficients(c)
-        ds.append(g - s.U.mv(b.to(g.dtype)))
+        d = g if s.base is None else s.base(g)
+        ds.append(d - s.U.mv(b.to(g.dtype)))
         fine.append(ok)
     return ds, fine
 
@@ -146,7 +144,9 @@ def inverses(
     K = K.to(dtype)
     scale = lam.to(dtype)[:, None, None]
     eye = torch.eye(K.shape[-1], dtype=dtype, device=K.device)
-    return lam, inverse(eye + K / scale) / scale
+    found = inverse(eye + K / scale) / scale
+    none = (tops == 0)[:, None, None]  # no curvature: what U has is rounding
+    return lam, torch.where(none, 0, found)
 
 
 # Directions that the sketch error of a form without a basis looks at.
@@ -157,26 +157,25 @@ LEADING = 16
 class LowRankState(State):
     """U, ready to be solved with at any λ."""
 
-    U: Operator
+    U: Operator  # over a base: Z = P⁻¹U
     omega: Omega
     gram: Tensor  # K = ΞᵀΞ, (ϱ, ϱ)
     top: Tensor  # its largest eigenvalue, ()
     relative: bool  # whether the damping is in units of `top`
     P: Any = None  # the state of the base; None: I
-    graft: bool = False
     merge_error: Any = field(
         default=None, metadata=UNSAVED
     )  # of a sketch that chose a basis
     Xi: Operator = field(init=False)
-    white: Any = field(init=False)  # P^{-½}
+    inverse: Any = field(init=False)  # P⁻¹
     failures: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        white = None if self.P is None else self.P.to_power(-0.5)
+        inverse = None if self.P is None else self.P.to_power(-1.0)
         count = torch.zeros((), dtype=torch.int64, device=self.gram.device)
         # In its fields, though it is frozen.
         vars(self).update(
-            Xi=self.omega.of(self.U), white=white, failures=count
+            Xi=self.omega.of(self.U), inverse=inverse, failures=count
         )
 
     @property
@@ -189,7 +188,7 @@ class LowRankState(State):
 
     @property
     def bytes(self) -> int:
-        kept = tensors_of(self.U, self.P, self.white)
+        kept = tensors_of(self.U, self.P, self.inverse)
         return sum(t.nbytes for t in kept)
 
     @property
@@ -212,9 +211,7 @@ class LowRankState(State):
     def solver(self, lam: Tensor, inverse: Tensor) -> LowRankSolver:
         """At a λ whose factorization is at hand."""
         parts = self.U, self.omega, self.Xi
-        return LowRankSolver(
-            *parts, lam, inverse, self.white, self.graft, self.failures
-        )
+        return LowRankSolver(*parts, lam, inverse, self.inverse, self.failures)
 
     def spectrum(
         self, damping: float | None

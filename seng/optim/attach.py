@@ -68,8 +68,6 @@ class Attachment:
         dampings = dict.fromkeys(params, float(self.damping))
         plan = engine.ready(grads, dampings, updates=False, traced=False)
         for p, d in engine.directions(plan, grads, dampings).items():
-            if engine.settings.units == "paper":
-                d = d / dampings[p]
             if d is not p.grad:
                 grads[p].copy_(d)
         engine.advance(dampings)
@@ -121,7 +119,6 @@ def attach(
     damping: float = DAMPING,
     refresh_every: int = REFRESH_EVERY,
     curvature: Curvature | Metric | None = None,
-    units: str = "sgd",
     strategy: str | None = None,
     strict: bool = False,
 ) -> Attachment:
@@ -141,15 +138,9 @@ def attach(
         curvature,
         module,
         refresh_every=refresh_every,
-        units=units,
         strategy=strategy,
         strict=strict,
     )
-    if not settings.metric.captures:
-        raise ValueError(
-            "attach: Curvature(form='plain') keeps no curvature, so there would be "
-            "nothing to attach"
-        )
     engine = Engine(module, _params(optimizer), settings)
     return Attachment(optimizer, engine, damping)
 

@@ -26,6 +26,7 @@ from seng.linalg.memory import memory_budget
 from seng.linalg.operators import Operator
 from seng.metrics.metric import site_dims
 from seng.notices import Notices, listed
+from seng.recipes.recipe import RECIPES
 from seng.optim.refresh import captured_layers, in_use, install
 from seng.optim.settings import Clock, Settings, StepCache
 from seng.optim.step_plan import (
@@ -99,21 +100,28 @@ class Engine:
 
     def _survey(self, params: Params) -> tuple[list[Site], dict[str, str]]:
         """The layers to cover, and every other parameter with the reason."""
-        found, uncovered = survey(self.module, params)
+        found, uncovered = survey(
+            self.module, params, self.settings.sample_dim
+        )
+        recipe = RECIPES[self.settings.recipe]
         sites = []
+        unused = []
         for site in found:
-            why = self.metric.refuses(site)
+            own = recipe.refuses(site, self.module)
+            why = own or self.metric.refuses(site)
             if why is None:
                 sites.append(site)
                 continue
-            for s in site.segments:
-                uncovered[f"{s.owner.name}.{s.name}".lstrip(".")] = why
+            names = [f"{s.owner.name}.{s.name}" for s in site.segments]
+            uncovered |= {name.lstrip("."): why for name in names}
+            unused.append(own)
         if not sites:
             raise ValueError(
                 f"no layer of {type(self.module).__name__} is covered, so "
                 f"{self.settings.name} would be SGD: {listed(uncovered)}"
             )
-        told = {k: why for k, why in uncovered.items() if why != ON_REQUEST}
+        wanted = ON_REQUEST, *unused
+        told = {k: why for k, why in uncovered.items() if why not in wanted}
         self.notices.uncovered(told)
         return sites, uncovered
 
@@ -133,13 +141,21 @@ class Engine:
         return Collector(
             self.module,
             self.sites,
-            limit=None if c.samples is None else -(-c.samples // size),  # ϱ/𝓜
+            limit=self._limit(size),
             keep=WeakMethod(self._keep),
             fisher=c.fisher,
             loss=c.assumed,
             stream=partial(_stream, self.clock),
             per_sample=self.metric.per_sample,
         )
+
+    def _limit(self, ranks: int) -> int | None:
+        """How many samples of this rank are captured: a base has all that there are."""
+        c = self.settings.curvature
+        based = c.base is not None and c.fisher == "empirical"
+        if c.samples is None or based:
+            return None
+        return -(-c.samples // ranks)  # ϱ/𝓜
 
     @property
     def refresh_due(self) -> bool:
@@ -150,19 +166,13 @@ class Engine:
         """Look ahead at the coming step; `begin`: whatever waits is of another."""
         clock, before = self.clock, self.clock.due
         due = clock.steps % self.settings.refresh_every == 0
-        due = due or clock.owed or clock.missed
-        clock.due = due and self.metric.captures
+        clock.due = due or clock.owed or clock.missed
         if begin or before or clock.due or self.collector.own:
             self.collector.arm(clock.due)
 
     @contextmanager
     def curvature_batch(self) -> Iterator[None]:
         """Backwards in here feed only the curvature; the next step refreshes."""
-        if not self.metric.captures:
-            raise RuntimeError(
-                "Curvature(form='plain') keeps no curvature, so there is nothing to feed: "
-                "leave out curvature_batch"
-            )
         try:
             with self.collector.own_batch(list(self.module.parameters())):
                 yield
@@ -178,7 +188,7 @@ class Engine:
 
         `updates`: a GPU may also update parameters; `traced`: a compiler looks on.
         """
-        if not grads or not self.metric.captures:
+        if not grads:
             self.strategy.compare(self.trained)
             return StepPlan([])
         cache, due = self.cache, self.refresh_due
@@ -280,7 +290,7 @@ class Engine:
         )
         clock.renewals += 1
         # Tools step without samples to fill an optimizer's state: the refresh is still owed.
-        clock.missed = seen.total == 0
+        clock.missed = sum(seen.totals) == 0
         layers = captured_layers(self, grads, seen, dampings)
         if (
             self.metric.together and layers
@@ -325,8 +335,7 @@ class Engine:
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
         """Per layer, from its last refresh."""
-        captures = self.metric.captures
-        return {r.site.name: r.describe(captures) for r in self.records}
+        return {r.site.name: r.describe() for r in self.records}
 
     def state(self) -> Saved:
         """Everything to continue from, as nested dictionaries of tensors.
@@ -368,7 +377,7 @@ class Engine:
         clock = self.clock
         kept = [r.index for r in self.records if r.state is not None]
         owed = sum(record.owed for record in self.records)
-        clock.missed = (missed or not kept) and self.metric.captures
+        clock.missed = missed or not kept
         clock.owed = owed > 0
         loaded = hash(tuple(kept)) % 2**62
         common = [clock.steps, int(clock.missed), loaded, owed]

@@ -1,11 +1,11 @@
-"""K-FAC (Martens & Grosse 2015), with KFC's convolutions (Grosse & Martens 2016).
+"""K-FAC and its roots: the Kronecker metric alone, without per-sample gradients.
 
-It is the Kronecker metric with dense factors, power 1 and Tikhonov's damping, at the method's own
-length:
+    d = P⁻¹g, as long as g,   P = C_G^p ⊗ C_A^p      (`seng.metrics.kronecker`)
+
+With damp="tikhonov" it is the method itself (Martens & Grosse 2015; KFC's convolutions, Grosse &
+Martens 2016): dense factors, power 1, Tikhonov's damping, at the method's own length,
 
     X = (G + √λ/π I)⁻¹ g (A + π√λ I)⁻¹,   π² = (tr A / n_A) / (tr G / n_G)
-
-of `seng.metrics.kronecker`.
 """
 
 from __future__ import annotations
@@ -15,72 +15,105 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from seng.checks import check_number, check_period
 from seng.distributed.team import team_of
 from seng.layers.sites import is_sharded
-from seng.metrics.kronecker import Tikhonov
+from seng.metrics.choose import metric_of
+from seng.metrics.curvature import Damp, Kronecker
 from seng.optim.preconditioned import Preconditioned
-from seng.optim.settings import Settings
+from seng.optim.settings import REFRESH_EVERY, Settings, check_common
+
+# With lr 0.1 the best of 0.001 to 1 on digits, few seeds; lr ≈ λ/10 to λ/3.
+TIKHONOV_DAMPING = 0.3
 
 
 class KFAC(Preconditioned):
-    """Natural gradient descent with Kronecker-factored curvature.
+    """Gradient descent with Kronecker-factored curvature.
 
-    `params` is a module, parameters or param groups; with the latter two, `module` says where the
-    layers are. Linear layers and convolutions without groups are covered; all else takes the plain
-    gradient, and one warning says so. `lr`, `momentum`, `nesterov`, `weight_decay`, `damping` (λ,
-    absolute) and `maximize` live in the param groups; a changed damping costs new inverses at the
-    next step. Factors and inverses are renewed at the first step and then every `refresh_every`
-    steps: factor ← decay·factor + (1 − decay)·fresh, the first with weight 1. Then weight decay,
-    momentum and update as torch's SGD.
+    It is what SENG becomes as its damping grows: power 1 is K-FAC's metric, 1/2 its square root.
 
-    The direction is the method's own, so λ → ∞ is SGD with the learning rate lr/λ. The loss is a
-    mean over samples, and samples are dimension 0 of a layer's input. A layer keeps 2(n_A² + n_G²)
-    numbers.
+    Args:
+        params: a module, or parameters or param groups of it beside `module`.
+        lr: the recipe's learning rate; None: the recipe's default.
+        module: where the layers are, if `params` is not the module.
+        recipe: "sgd" or "muon": whose learning rate and weight decay these are.
+        weight_decay: as the recipe has it.
+        power, rank, floor, decay, damp: as in `seng.Kronecker`.
+        damping: λ of damp="tikhonov", absolute; damp="floor" has none. The direction is then the
+            method's own, so that λ → ∞ is SGD with the learning rate lr/λ.
+        refresh_every: the steps from one refresh of the factors to the next.
+        strategy, sample_dim, strict, maximize: as in `seng.SENG`.
+        momentum, nesterov, betas, eps: as the recipe's optimizer has them; None: its defaults.
     """
 
     def __init__(
         self,
         params: nn.Module | ParamsT,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor | None = None,
         *,
         module: nn.Module | None = None,
-        momentum: float = 0.9,
-        nesterov: bool = False,
+        recipe: str = "sgd",
         weight_decay: float = 0.0,
-        # With lr 0.1 the best of 0.001 to 1 on digits, few seeds; lr ≈ λ/10 to λ/3.
-        damping: float = 0.3,
-        refresh_every: int = 10,
-        decay: float = 0.95,
+        power: float | None = None,
+        rank: int | None = None,
+        floor: float | None = None,
+        decay: float | None = None,
+        damp: Damp = "floor",
+        damping: float | None = None,
+        refresh_every: int = REFRESH_EVERY,
+        strategy: str | None = None,
+        sample_dim: int = 0,
+        strict: bool = False,
         maximize: bool = False,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
     ) -> None:
-        check_period(refresh_every)
-        check_number("decay", decay)
-        if decay >= 1:
-            raise ValueError(
-                f"decay is below 1, not {decay!r}: nothing new would ever enter"
-            )
-        defaults = {
+        asked = Kronecker(power, rank, floor, decay, damp)
+        options = {
             "lr": lr,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
             "momentum": momentum,
             "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "damping": damping,
-            "maximize": maximize,
+            "betas": betas,
+            "eps": eps,
         }
-        super().__init__(params, module, defaults)
-        settings = Settings(Tikhonov(decay), refresh_every, name="KFAC")
+        if damp == "tikhonov":
+            given = damping is not None
+            options["damping"] = damping if given else TIKHONOV_DAMPING
+        elif damping is not None:
+            raise ValueError(
+                "KFAC: damp='floor' is damped by its floor; leave out damping, or use "
+                "damp='tikhonov'"
+            )
+        super().__init__(params, module, recipe, options)
+        common: dict[str, Any] = {
+            "refresh_every": refresh_every,
+            "recipe": recipe,
+            "strategy": strategy,
+            "sample_dim": sample_dim,
+            "strict": strict,
+        }
+        check_common(self.module, **common)
+        self._check_ranks(damp, strategy)
+        settings = Settings(metric_of(asked), **common, name="KFAC")
         self._build(settings)
 
-    def _build(self, settings: Settings, curvature: Any = None) -> None:
-        if team_of(None, None).many:
+    def _check_ranks(self, damp: Damp, strategy: str | None) -> None:
+        team = team_of(strategy, self.module)
+        if damp == "tikhonov" and team.many:
             raise RuntimeError(
-                "KFAC runs in one process: ranks with factors of their own would drift "
-                "apart"
+                "KFAC(damp='tikhonov') runs in one process: ranks with factors of their own "
+                "would drift apart; use damp='floor', whose factors all ranks share"
+            )
+        if team.averages:
+            raise ValueError(
+                f"strategy={strategy!r} averages what each rank makes of its own samples, and "
+                "KFAC's factors are shared by all: leave strategy out"
             )
         if any(map(is_sharded, self._params())):
             raise RuntimeError(
                 "KFAC works on whole parameters, and these are DTensors, spread over a "
-                "device mesh (FSDP2)"
+                "device mesh (FSDP2): seng.SENG works there"
             )
-        super()._build(settings, curvature)

@@ -1,7 +1,6 @@
 """`SENG`, a torch optimizer. Algorithm 2.
 
-One step: d = λ(M + λI)⁻¹g per layer, or P⁻¹g; then the recipe. As SGD's, d += weight_decay·θ,
-momentum and update as torch has them, so that λ → ∞ is exactly SGD.
+    d = λ(ŪŪᵀ + λP)⁻¹g per layer; then the step of the recipe whose learning rate was brought
 """
 
 from __future__ import annotations
@@ -18,69 +17,69 @@ from seng.optim.settings import DAMPING, REFRESH_EVERY, settings_of
 class SENG(Preconditioned):
     """Sketchy empirical natural gradient descent.
 
-    `params` is a module, parameters or param groups; with the latter two, `module` says where the
-    layers are. An SGD recipe's lr and weight_decay are the place to start. `lr`, `momentum`,
-    `nesterov`, `weight_decay`, `damping`, `maximize` and `orthogonal` live in the param groups; a
-    layer takes the damping of its weight's group. The defaults of damping (relative to each layer's
-    largest eigenvalue, of a Kronecker metric alone to the mean one) and refresh_every, and why:
-    docs/tuning.md. With `orthogonal`, layers step by the polar factor of their momentum, as Muon
-    does: seng/recipes/orthogonal.py.
+    Each layer's gradient is multiplied by the inverse of a curvature: the covariance of its
+    per-sample gradients, of low rank, over K-FAC's Kronecker factors. With a learning rate and
+    weight decay of SGD, AdamW or Muon, name that recipe and keep them.
 
-    Without a `curvature` each gradient is preconditioned by the Kronecker metric alone
-    (seng/metrics/kronecker.py), which learns faster than low rank over λI. Low rank,
-    `curvature=seng.Curvature()`, is taken with `orthogonal`, and where parameters are spread over
-    ranks or directions are averaged.
+    Args:
+        params: a module, or parameters or param groups of it beside `module`.
+        lr: the recipe's learning rate; None: the recipe's default.
+        module: where the layers are, if `params` is not the module.
+        recipe: "sgd", "muon" or "paper": whose learning rate and weight decay these are.
+        weight_decay: as the recipe has it: coupled for "sgd" and "paper", decoupled for "muon".
+        damping: λ, in units of each layer's largest eigenvalue (`Curvature.relative_damping`).
+            Large is closer to the Kronecker metric alone, `seng.KFAC`.
+        refresh_every: T, the steps from one refresh of the curvature to the next.
+        curvature: a `seng.Curvature`; None: its defaults.
+        strategy: how ranks share the curvature: "shared" (the default), "block", "lagged", or
+            "local" for a network that other processes do not train.
+        sample_dim: the dimension of the samples in what layers take; 1 for time first.
+        strict: refuse parameters without curvature instead of warning.
+        maximize: go uphill.
+        momentum, nesterov, betas, eps: as the recipe's optimizer has them; None: its defaults.
+
+    `lr`, `weight_decay`, `damping`, `maximize` and the recipe's own options live in the param
+    groups. A layer takes the damping of its weight's group.
     """
 
     def __init__(
         self,
         params: nn.Module | ParamsT,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor | None = None,
         *,
         module: nn.Module | None = None,
-        momentum: float = 0.9,
-        nesterov: bool = False,
+        recipe: str = "sgd",
         weight_decay: float = 0.0,
         damping: float = DAMPING,
         refresh_every: int = REFRESH_EVERY,
         curvature: Curvature | Metric | None = None,
-        units: str = "sgd",
         strategy: str | None = None,
+        sample_dim: int = 0,
         strict: bool = False,
         maximize: bool = False,
-        orthogonal: bool = False,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
     ) -> None:
-        defaults = {
+        options = {
             "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
             "weight_decay": weight_decay,
             "damping": damping,
             "maximize": maximize,
-            "orthogonal": orthogonal,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "betas": betas,
+            "eps": eps,
         }
-        super().__init__(params, module, defaults)
+        super().__init__(params, module, recipe, options)
         settings = settings_of(
             curvature,
             self.module,
-            self.orthogonal,
+            recipe=recipe,
             refresh_every=refresh_every,
-            units=units,
             strategy=strategy,
+            sample_dim=sample_dim,
             strict=strict,
         )
         self._build(settings)
-
-    def _check_orthogonal(self) -> None:
-        if not self.orthogonal:
-            return
-        if self.engine is None:
-            raise ValueError(
-                "orthogonal=True is about the layers' matrices: write SENG(model, …), "
-                "or module=model beside params"
-            )
-        if self.engine.spread:
-            raise ValueError(
-                "orthogonal=True needs whole matrices, and these parameters are spread "
-                "over ranks: leave it out"
-            )

@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from seng.checks import check_group, check_number
+from seng.checks import OF_RECIPES, OF_TORCH, check_group, check_number
 from seng.notices import warn
 from seng.optim.engine import Engine, Saved
 from seng.optim.fused import Fusion
-from seng.optim.settings import Settings
+from seng.optim.settings import Settings, recipe_of
 from seng.optim.step_plan import Dampings, Directions, StepPlan
-from seng.recipes.orthogonal import Polar
-from seng.recipes.recipe import RECIPES, Recipe
+from seng.recipes.recipe import Recipe
 
 Group = dict[str, Any]
 
@@ -35,7 +34,8 @@ class Preconditioned(Optimizer):
         self,
         params: nn.Module | ParamsT,
         module: nn.Module | None,
-        defaults: Group,
+        recipe: str,
+        options: Group,
     ) -> None:
         if isinstance(params, nn.Module):
             if module not in (None, params):
@@ -43,7 +43,7 @@ class Preconditioned(Optimizer):
                     "the first argument is a module and module=… is another: give one of them"
                 )
             module, params = params, list(params.parameters())
-        check_group(defaults, type(self).__name__)
+        defaults = group_defaults(recipe, options, type(self).__name__)
         self._forget()
         super().__init__(params, defaults)
         self.module = module
@@ -66,42 +66,39 @@ class Preconditioned(Optimizer):
 
     def _warn(self) -> None:
         """Say that without a module there is no curvature."""
-        name = type(self).__name__
+        name, settings = type(self).__name__, self.settings
         plain = (
             "no module was given, so every parameter takes the plain gradient"
         )
-        if self.settings.strict:
+        if settings.strict:
             raise ValueError(f"strict=True: {plain}")
         warn(
-            f"{plain} and this is SGD; write {name}(model, …), or module=model beside your "
-            "parameters"
+            f"{plain} in recipe={settings.recipe!r}; write {name}(model, …), or module=model "
+            "beside your parameters"
         )
 
     def _set_recipes(self) -> None:
         sites = [] if self.engine is None else self.engine.sites
-        self.recipe = RECIPES[self.settings.units](sites)
-        self.polar = Polar(sites)
+        kind = recipe_of(self.settings.recipe)
+        self.recipe = kind(sites, self.module)
         self.on_gpu = any(site.lead.is_cuda for site in sites)
         self.fusion.forget()
-        self._check_orthogonal()
 
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
     @property
-    def orthogonal(self) -> bool:
-        """Whether some group takes the polar step."""
-        return any(group.get("orthogonal") for group in self.param_groups)
-
-    @property
     def fuses(self) -> bool:
         """Whether a GPU may do directions and update at once."""
         averages = self.engine is not None and self.engine.strategy.averages
-        return self.recipe.fuses and not averages and not self.orthogonal
+        return self.recipe.fuses and not averages
 
     def add_param_group(self, param_group: Group) -> None:
         """As torch's; layers that were not trained before are covered from now on."""
-        check_group({**self.defaults, **param_group}, type(self).__name__)
+        given = {**self.defaults, **param_group}
+        check_group(given, self.defaults, type(self).__name__)
+        if hasattr(self, "recipe"):  # else while it is built
+            self.recipe.check(given)
         super().add_param_group(param_group)
         if not hasattr(self, "settings"):  # while it is built
             return
@@ -175,7 +172,7 @@ class Preconditioned(Optimizer):
         """Each parameter's damping; the same object until one changes."""
         key = []
         for group in self.param_groups:
-            lam = group["damping"]  # a tensor may be written to
+            lam = group.get("damping", 1.0)  # a tensor may be written to
             if type(lam) is not float or not lam > 0:
                 check_number("damping", lam, positive=True)
             key.append((float(lam), len(group["params"])))
@@ -201,15 +198,7 @@ class Preconditioned(Optimizer):
 
     def _update(self, group: Group, directions: Directions) -> None:
         params = [p for p in group["params"] if p in directions]
-        recipe = self.recipe
-        directions = recipe.scaled(group, params, directions)
-        if group.get("orthogonal"):
-            self._check_orthogonal()  # again: a group may have been changed by hand
-            recipe = self.polar
-        recipe.step(self.state, group, params, directions)
-
-    def _check_orthogonal(self) -> None:
-        """The polar step is about the layers' whole matrices."""
+        self.recipe.step(self.state, group, params, directions)
 
     def __getstate__(self) -> Group:
         """For deepcopy and pickle: a copy is covered as the original is."""
@@ -306,7 +295,7 @@ class Preconditioned(Optimizer):
             if "seng" in entry:
                 curvature[p] = entry.pop("seng")
                 rest[key] = entry
-        groups = [{**self.defaults, **group} for group in groups]
+        groups = [_own_keys(self.defaults, group) for group in groups]
         return {**given, "state": rest, "param_groups": groups}
 
     def _load_curvature(self, curvature: Saved) -> None:
@@ -316,13 +305,11 @@ class Preconditioned(Optimizer):
         others = sum(record.other for record in self.engine.records)
         entries = curvature.values()
         stepped = any(int(entry.get("step", 0)) for entry in entries)
-        if not self.engine.metric.captures:
-            return
         if others:
             warn(
                 f"the loaded curvature of {others} layers is of another kind than this optimizer "
                 "keeps: the next step refreshes it. "
-                "To go on with low rank, once SENG's default: curvature=seng.Curvature()"
+                "To go on with it, give the curvature that it was saved with"
             )
         elif stepped and not any("active" in entry for entry in entries):
             warn(
@@ -330,6 +317,25 @@ class Preconditioned(Optimizer):
                 "torch.distributed.checkpoint loads only what is there already: "
                 "call seng.expect_curvature before dcp.load"
             )
+
+
+def group_defaults(recipe: str, options: Group, name: str) -> Group:
+    """A param group's own options, from those given; None: the recipe's default."""
+    kind = recipe_of(recipe)
+    given = {k: v for k, v in options.items() if v is not None}
+    defaults = {"lr": kind.lr, **given}
+    taken = [k for k in defaults if k not in OF_RECIPES or k == "damping"]
+    known = {**{k: defaults[k] for k in taken}, **kind.options}
+    check_group({**known, **defaults}, known, name)
+    kind.check({**known, **defaults})
+    return {**known, **defaults}
+
+
+def _own_keys(defaults: Group, group: Group) -> Group:
+    """A checkpoint's group without what other recipes and torch's own code have in theirs."""
+    foreign = {*OF_RECIPES, *OF_TORCH} - {*defaults}
+    kept = {k: v for k, v in group.items() if k not in foreign}
+    return {**defaults, **kept}
 
 
 def _with_curvature(optimizer: Any, state_dict: Group) -> None:

@@ -51,9 +51,7 @@ def captured_layers(
     plans = metric.plan([*dims.values()], engine.budget, pools)
     for i, plan in zip(dims, plans, strict=True):
         engine.records[i].plan = plan
-        if plan.form == "plain":
-            engine.take_plain(i, plan.why)
-        elif seen.sites[i].samples:
+        if seen.sites[i].samples:
             remark = None if pools else metric.remark(plan)
             if remark is not None:
                 engine.notices.once("remark", remark)
@@ -101,6 +99,7 @@ def _layer(
     else:
         U = empty(site.shape(active), site.dtype, site.lead.device)
     damping = site.damping(dampings)
+    pools = engine.strategy.team.pools
     c = engine.settings.curvature
     exact = c.form == "explicit" or c.blocks == "network"
     # Rounding a basis changes d by about 1e-4 of λ_max/λ.
@@ -111,7 +110,8 @@ def _layer(
         U=U,
         samples=samples.columns,
         positions=look.positions,
-        counts=seen.sites[i].counts,
+        counts=seen.sites[i].counts if pools else [U.samples],
+        totals=seen.totals if pools else [samples.columns],
         previous=record.previous(active),
         damping=damping,
         precision=torch.bfloat16 if seen.half else site.dtype,

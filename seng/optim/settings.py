@@ -14,13 +14,13 @@ from torch import nn
 from seng.checks import check_period
 from seng.distributed.team import Team, team_of
 from seng.layers.sites import is_sharded
-from seng.metrics.choose import metric_of, usual
+from seng.metrics.choose import metric_of
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
 from seng.optim.step_plan import StepPlan
-from seng.recipes.recipe import RECIPES
+from seng.recipes.recipe import RECIPES, Recipe
 
-ANY = Curvature()  # beside a metric that needs none
+ANY = Curvature(samples=None)  # beside a metric that needs none
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Settings:
 
     metric: Metric
     refresh_every: int
-    units: str = "sgd"
+    recipe: str = "sgd"
     strategy: str | None = None
+    sample_dim: int = 0
     strict: bool = False
     curvature: Curvature = ANY
     name: str = "SENG"  # of the optimizer, for messages
@@ -59,64 +60,86 @@ class StepCache:
     refreshed: Sequence[int] = ()  # layers whose directions are to be compared
 
 
-# Why these two: docs/tuning.md. On digits no other value is better beyond the noise of the seeds.
-DAMPING = 0.01  # of each layer's largest eigenvalue, or of P's mean one
+# Why these two: docs/tuning.md.
+DAMPING = 0.1  # of each layer's largest eigenvalue
 REFRESH_EVERY = 20
+
+
+def recipe_of(name: object) -> type[Recipe]:
+    """The recipe of a name."""
+    if not isinstance(name, str) or name not in RECIPES:
+        known = ", ".join(map(repr, RECIPES))
+        raise ValueError(f"unknown recipe {name!r}; use one of {known}")
+    return RECIPES[name]
 
 
 def settings_of(
     curvature: Curvature | Metric | None,
     module: nn.Module | None,
-    orthogonal: bool = False,
     **common: Any,
 ) -> Settings:
-    """Settings of an engine, checked; `common` are those of any curvature."""
-    check_period(common["refresh_every"])
-    units, strategy = common["units"], common["strategy"]
-    if units not in RECIPES:
-        known = ", ".join(map(repr, RECIPES))
-        raise ValueError(f"unknown units {units!r}; use one of {known}")
-    team = team_of(strategy, module)
-    if curvature is None:
-        curvature = usual(module, strategy, orthogonal)
+    """Settings of an engine, checked; `common` are those of any metric."""
+    check_common(module, **common)
     if isinstance(curvature, Metric):
         return Settings(curvature, **common)
+    curvature = Curvature() if curvature is None else curvature
     if not isinstance(curvature, Curvature):
         raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
-    _check_units(curvature, units)
-    spread = module is not None and any(map(is_sharded, module.parameters()))
-    _check_ranks(curvature, team, spread)
+    _check_units(curvature, recipe_of(common["recipe"]))
+    _check_ranks(curvature, team_of(common["strategy"], module), module)
     return Settings(metric_of(curvature), **common, curvature=curvature)
 
 
-def _check_units(c: Curvature, units: str) -> None:
-    recipe = RECIPES[units]
-    if c.relative_damping and not recipe.relative:
+def check_common(
+    module: nn.Module | None,
+    refresh_every: int,
+    recipe: str = "sgd",
+    strategy: str | None = None,
+    sample_dim: int = 0,
+    **_: Any,
+) -> None:
+    """What holds for every metric."""
+    check_period(refresh_every)
+    if type(sample_dim) is not int or sample_dim < 0:
         raise ValueError(
-            f"units={units!r} divides by one λ for all layers, so the damping cannot be "
-            "relative: use Curvature(relative_damping=False) or units='sgd'"
+            f"sample_dim is the dimension of the samples, 0 or more, not {sample_dim!r}"
         )
-    if c.grafts and not recipe.grafts:
+    kind = recipe_of(recipe)
+    lagged = team_of(strategy, module).strategy == "lagged"
+    if kind.whole and (lagged or _is_spread(module)):
+        what = "strategy='lagged'" if lagged else "parameters spread over ranks (FSDP2)"
         raise ValueError(
-            f"units={units!r} gives directions their own length: use "
-            "Curvature(graft=False) or units='sgd'"
+            f"recipe={recipe!r} works on whole matrices of this step: it does not run with "
+            f"{what}; use recipe='sgd'"
         )
 
 
-def _check_ranks(c: Curvature, team: Team, spread: bool) -> None:
+def _is_spread(module: nn.Module | None) -> bool:
+    return module is not None and any(map(is_sharded, module.parameters()))
+
+
+def _check_units(c: Curvature, recipe: type[Recipe]) -> None:
+    if recipe.paper and (c.relative_damping or c.base is not None):
+        raise ValueError(
+            f"recipe={recipe.name!r} divides by one λ for all layers, over λI: write "
+            "SENG(model, **seng.presets.paper()), or give "
+            "Curvature(base=None, relative_damping=False)"
+        )
+
+
+def _check_ranks(c: Curvature, team: Team, module: nn.Module | None) -> None:
     """What needs whole layers, or one process."""
+    spread = _is_spread(module)
     alone = c.fisher != "empirical" or c.blocks == "network"
     if alone and (team.many or spread):
         raise ValueError(
             f"fisher={c.fisher!r}, blocks={c.blocks!r}: on several ranks only "
             "fisher='empirical' with blocks='layer' runs"
         )
-    based = c.base != "identity"
-    if (based or c.grafts) and (team.averages or spread):
-        asked = f"base={c.base!r}" if based else "graft=True"
+    if c.base is not None and team.strategy == "lagged":
         raise ValueError(
-            f"{asked} needs whole layers and one curvature for all ranks: use "
-            "strategy='shared' with whole parameters, or base='identity' without graft"
+            "strategy='lagged' has no Kronecker base, whose length needs this step's "
+            "gradient: give curvature=seng.Curvature(base=None)"
         )
     independent = c.combine == "independent"
     if team.pools and (c.form == "implicit" or independent):

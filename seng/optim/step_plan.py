@@ -25,7 +25,6 @@ from seng.metrics.metric import Metric, State
 from seng.metrics.woodbury import Pool, woodbury
 from seng.tell.diagnostics import describe
 
-NO_CURVATURE = "form='plain': no curvature"
 Gradients = Mapping[nn.Parameter, Tensor]
 Dampings = Mapping[nn.Parameter, float]
 Directions = dict[nn.Parameter, Tensor]
@@ -223,10 +222,10 @@ class LayerRecord:
         alike = self.state.dtype in (self.site.dtype, None)
         return self.state if alike else None
 
-    def describe(self, captures: bool) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """For `diagnostics()`."""
         damping = None if self.solved is None else self.solved[1]
         planned = None if self.plan is None else self.plan.why
-        why = self.refused or (planned if captures else NO_CURVATURE)
+        why = self.refused or planned
         found = describe(self.state, damping, self.refresh, self.failed)
         return found | {"refreshes_dropped": self.dropped, "why": why}

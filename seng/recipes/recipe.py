@@ -1,6 +1,7 @@
-"""A recipe takes directions to new weights; whose learning rate and weight decay a user brings.
+"""A recipe takes directions to new weights: whose learning rate and weight decay a user brings.
 
-A recipe of your own is a class with `step`, known by the name that `units` asks for:
+A recipe of your own is a class with `step`, known by its name; `options` are the keys of its param
+groups beside lr, weight_decay, damping and maximize:
 
     @recipe("sign")
     class Sign(Recipe):
@@ -8,7 +9,7 @@ A recipe of your own is a class with `step`, known by the name that `units` asks
             for p in params:
                 p.sub_(directions[p].sign(), alpha=group["lr"])
 
-    seng.SENG(model, 0.01, units="sign")
+    seng.SENG(model, 0.01, recipe="sign")
 
 SGD's recipe, and the paper's: weight decay, momentum and update of torch's SGD, with directions
 for gradients.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,21 +36,26 @@ RECIPES: dict[str, type[Recipe]] = {}
 class Recipe(ABC):
     """One step of a param group."""
 
+    name: ClassVar[str]  # as users ask for it
+    lr: ClassVar[float] = 0.1  # where none is given
+    options: ClassVar[dict[str, Any]] = {}
     fuses = False  # whether the GPU's fused step of SGD does the same
-    relative = True  # whether the damping may be relative to each layer
-    grafts = True  # whether directions may be scaled to the gradient's length
+    whole = False  # whether it works on whole matrices of this step
+    paper = False  # whether directions are the paper's own, over an absolute λI
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(
+        self, sites: Sequence[Site], module: nn.Module | None = None
+    ) -> None:
         self.sites = sites
 
-    def scaled(
-        self,
-        group: Group,
-        params: Params,
-        directions: Directions,
-    ) -> Directions:
-        """Directions in the recipe's own units."""
-        return directions
+    @classmethod
+    def refuses(cls, site: Site, module: nn.Module) -> str | None:
+        """Why it has no use for a layer's direction, in words; None where it has."""
+        return None
+
+    @staticmethod
+    def check(group: Group) -> None:
+        """Refuse options of its own outside their range."""
 
     @abstractmethod
     def step(
@@ -66,6 +72,7 @@ def recipe(name: str) -> Callable[[type[Recipe]], type[Recipe]]:
     """Register a recipe by its name."""
 
     def register(kind: type[Recipe]) -> type[Recipe]:
+        kind.name = name
         RECIPES[name] = kind
         return kind
 
@@ -79,6 +86,7 @@ OPTIONS = ("weight_decay", "momentum", "lr", "nesterov", "maximize")
 class SGD(Recipe):
     """θ ← θ − lr·m,  m ← μm + d + weight_decay·θ."""
 
+    options: ClassVar[dict[str, Any]] = {"momentum": 0.9, "nesterov": False}
     fuses = True
 
     def step(
@@ -100,17 +108,20 @@ class SGD(Recipe):
 class Paper(SGD):
     """The same along (M + λI)⁻¹g, as printed: λ(M + λI)⁻¹g over λ."""
 
+    lr = 0.05
     fuses = False
-    relative = False
-    grafts = False
+    paper = True
 
-    def scaled(
+    def step(
         self,
+        state: Any,
         group: Group,
         params: Params,
         directions: Directions,
-    ) -> Directions:
-        return {p: directions[p] / float(group["damping"]) for p in params}
+    ) -> None:
+        lam = float(group["damping"])
+        printed = {p: directions[p] / lam for p in params}
+        super().step(state, group, params, printed)
 
 
 def momentum_buffer(state: dict[str, Any], p: nn.Parameter) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from seng.layers.sites import Member, Site, differs, survey
 from seng.linalg.memory import memory_budget, size_of
-from seng.metrics.choose import metric_of, usual
+from seng.metrics.choose import metric_of
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric, Plan, site_dims
 
@@ -98,7 +98,7 @@ def explain(
     calls = _calls(module, batch, sites)
     # As a backward sees them: of several numbers, the last call's.
     B = mode([call.samples for call in calls[::-1]]) if calls else 0
-    curvature = usual(module) if curvature is None else curvature
+    curvature = Curvature() if curvature is None else curvature
     metric: Any = curvature
     samples = B
     budget = None

@@ -1,0 +1,142 @@
+"""Per-sample gradients about their mean: Ū = UH, so that ŪŪᵀ is the covariance of the samples.
+
+    ŪŪᵀ = UUᵀ − (Us)(Us)ᵀ,   H = I − γssᵀ,   γ = (1 − √(1 − ‖s‖²))/‖s‖²
+
+U's columns are √w_i·u_i and s_i = √w_i, so that Us is the mean Σ w_i u_i. Weights that do not add
+up to 1 are those of a layer that some samples have not reached: their columns are zeros, which count
+in the mean. H is symmetric and H² = I − ssᵀ.
+
+A Gram in float32 would lose the spread beside the mean. So columns are centred before their Gram
+is taken, and a Gram of factors is taken and centred in float64. What is left of it below rounding
+is no curvature: it becomes exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from seng.linalg.numerics import widest
+from seng.linalg.operators import Explicit, Operator, Slabs, product
+
+ROUNDING = 10  # times ε·ϱ of U's trace: what is left below that is none
+WHOLE = 1e-6  # what ‖s‖² may differ from 1 by rounding
+
+
+@dataclass(frozen=True)
+class Centred(Operator):
+    """UH of another operator U."""
+
+    U: Any
+    s: Tensor  # (ϱ,)
+
+    @property
+    def form(self) -> str:  # type: ignore[override]
+        return str(self.U.form)
+
+    @property
+    def values(self) -> Any:
+        return self.U.values
+
+    @property
+    def shape(self) -> Any:
+        return self.U.shape
+
+    @property
+    def kappa(self) -> Any:
+        return self.U.kappa
+
+    @property
+    def samples(self) -> int:
+        return len(self.s)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.U.dtype  # type: ignore[no-any-return]
+
+    @property
+    def factored(self) -> bool:
+        return bool(self.U.factored)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.U.tensors(), self.s]
+
+    def through(self, change: Callable[[Operator], Operator]) -> Self:
+        return replace(self, U=change(self.U))
+
+    def about_mean(self, V: Tensor) -> Tensor:
+        """HV of V (ϱ, …), in the precision of V."""
+        return about_mean(V, self.s)
+
+    def slabs(self, dtype: torch.dtype) -> Slabs:
+        for place, X in self.U.slabs(dtype):
+            yield place, self.about_mean(X)
+
+    def rmv(self, z: Tensor) -> Tensor:
+        return self.about_mean(self.U.rmv(z))
+
+    def mv(self, c: Tensor) -> Tensor:
+        out: Tensor = self.U.mv(self.about_mean(c))
+        return out
+
+    def combine(self, V: Tensor) -> Tensor:
+        out: Tensor = self.U.combine(self.about_mean(V))
+        return out
+
+    def weighted(self, weights: Tensor) -> Operator:
+        return self.through(lambda U: U.weighted(weights))
+
+    def explicit(self) -> Explicit:
+        """The centred columns; zeros where they do not differ from their mean."""
+        columns = self.U.explicit().U.to(self.dtype)
+        centred = self.about_mean(columns.T)
+        fine = differs(columns.square().sum(), centred.square().sum(), self.samples)
+        return Explicit((centred * fine).T, self.shape)
+
+    def gram(self) -> Tensor:
+        """HUᵀUH; zeros where columns do not differ from their mean."""
+        if self.U.by_columns:
+            return self._gram_of_columns()
+        wide: Operator = self.U.to(widest(self.values))
+        K = wide.gram()
+        centred = self.about_mean(self.about_mean(K).T)
+        fine = differs(K.trace(), centred.trace(), self.samples)
+        return (centred * fine).to(self.dtype)
+
+    def _gram_of_columns(self) -> Tensor:
+        out = self._empty(self.samples, self.samples).zero_()
+        whole = out.new_zeros(())
+        for _, X in self.U.slabs(self.dtype):
+            X = X.flatten(1)
+            whole += X.square().sum()
+            X = self.about_mean(X)
+            out += product(X, X.T)
+        return out * differs(whole, out.trace(), self.samples)
+
+
+def about_mean(V: Tensor, s: Tensor) -> Tensor:
+    """HV of V (ϱ, …) for roots s (ϱ,) of weights."""
+    square = s @ s
+    missing = 1 - square
+    missing = torch.where(missing > WHOLE, missing, 0)
+    gamma = ((1 - missing.sqrt()) / square).to(V.dtype)
+    s = s.to(V.dtype)
+    mean = torch.tensordot(s, V, 1)
+    each = s.view(-1, *[1] * (V.dim() - 1))
+    return V - each * (gamma * mean)
+
+
+def differs(whole: Tensor, centred: Tensor, samples: int) -> Tensor:
+    """Whether samples differ from their mean by more than rounding, from the traces of both Grams."""
+    eps = torch.finfo(widest(whole)).eps
+    return centred > ROUNDING * eps * samples * whole
+
+
+def centred(U: Operator, s: Tensor) -> Operator:
+    """Ū, as columns where U is kept so."""
+    out = Centred(U, s)
+    return out.explicit() if U.form == "explicit" else out
