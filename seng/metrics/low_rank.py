@@ -158,7 +158,7 @@ class LowRank(Metric):
         """Grams, their leading directions, averages with the last bases, states."""
         drafts = self.drafts(layers, team, run)
         self.truncate(drafts, run)
-        if self.curvature.averaging:
+        if self.curvature.decay:
             self.average(drafts, run)
         return self.states(drafts)
 
@@ -279,7 +279,7 @@ class LowRank(Metric):
 
     def _stacked(self, d: Draft) -> Draft:
         """√δ·U_old, in the coordinates of the new P, beside √(1−δ)·U; the Gram of both."""
-        decay = self.curvature.averaging
+        decay = self.curvature.decay
         last = d.last
         old = last.U
         K = last.gram

@@ -203,7 +203,7 @@ def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
 def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
     """The form of one layer, its rank, and why."""
     width = min(c.rank, d.n)  # of a merged basis
-    width = width if c.averaging else min(width, d.samples)
+    width = width if c.decay else min(width, d.samples)
     if pooled:
         width = min(d.samples, d.n) if c.form == "explicit" else width
         return (
@@ -216,9 +216,12 @@ def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
     if c.form != "auto":
         rank = width if c.form == "merged" else c.rank
         return c.form, rank, "asked for"
-    if c.averaging:
-        why = f"curvature is accumulated (decay={c.averaging})"
+    if c.decay:
+        why = f"curvature is accumulated (decay={c.decay})"
         return "merged", width, why
+    if c.base is not None and d.factored and d.kappa == 1:
+        why = f"κ = 1: factors of all ϱ = {d.samples} samples are small"
+        return "implicit", 1, why
     if c.base is not None or (c.combine == "exact" and c.rank < d.samples):
         why = f"k = {width} directions of ϱ = {d.samples} samples"
         return "merged", width, why
@@ -234,11 +237,11 @@ def _own_form(d: Dims, own: str, c: Curvature) -> tuple[str, int, str]:
         "explicit": "no factors: its columns as they are",
         "lookup": "embedding: the rows that were looked up",
     }[own]
-    if c.averaging:
+    if c.decay:
         columns = max(c.rank, d.samples)
         width = min(columns, d.n)
         if own == "explicit" or d.n * width <= SMALL:
-            why = f"no factors; curvature is accumulated (decay={c.averaging})"
+            why = f"no factors; curvature is accumulated (decay={c.decay})"
             return "merged", width, why
         why += ", replaced at each refresh since a basis would be too large"
     return own, d.samples, why
@@ -260,10 +263,10 @@ def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
     n = sum(d.n for d in dims)
     k = min(c.rank, n)
     samples = max((d.samples for d in dims), default=1)
-    if not c.averaging:
+    if not c.decay:
         k = min(k, samples)
     shrinks = auto and k < samples
-    if c.form == "merged" or c.averaging or shrinks:
+    if c.form == "merged" or c.decay or shrinks:
         why = f"k = {k} directions of the whole network"
         return [Plan(d, "merged", k, why) for d in dims]
     plans = []
