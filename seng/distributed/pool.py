@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from seng.distributed.team import Team
-from seng.linalg.centred import about_mean, differs
+from seng.linalg.centred import about_mean, differing
 from seng.linalg.implicit import Implicit
 from seng.linalg.numerics import spectrum, start, widest
 from seng.linalg.operators import Operator, Shape
@@ -96,15 +96,8 @@ def _centred(shares: list[Share], parts: list[Tensor]) -> list[Tensor]:
     out = []
     for s, Y in zip(shares, parts, strict=True):
         whole = s.V is None and s.roots is not None
-        out.append(_about_mean(Y, s.roots) if whole else Y)
+        out.append(differing(Y, s.roots) if whole else Y)  # type: ignore[arg-type]
     return out
-
-
-def _about_mean(rows: Tensor, roots: Any) -> Tensor:
-    """HUᵀ of Uᵀ (ϱ, n); zeros where the rows do not differ from their mean."""
-    found = about_mean(rows, roots)
-    traces = rows.square().sum(), found.square().sum()
-    return found * differs(*traces, len(rows))
 
 
 def _find_directions(
@@ -127,7 +120,7 @@ def _find_directions(
         rows = [part.view(len(s.Xi), -1) for part in parts]
         Xi = torch.cat(rows, 1)
         if s.roots is not None:
-            Xi = _about_mean(Xi.T, s.roots).T
+            Xi = differing(Xi.T, s.roots).T
         V = _leading(Xi, s.rank, s.generator())
         if s.roots is not None:
             V = about_mean(V, s.roots) * Xi.any()

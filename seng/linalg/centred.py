@@ -92,10 +92,8 @@ class Centred(Operator):
 
     def explicit(self) -> Explicit:
         """The centred columns; zeros where they do not differ from their mean."""
-        columns = self.U.explicit().U.to(self.dtype)
-        centred = self.about_mean(columns.T)
-        fine = differs(columns.square().sum(), centred.square().sum(), self.samples)
-        return Explicit((centred * fine).T, self.shape)
+        rows = self.U.explicit().U.T.to(self.dtype)
+        return Explicit(differing(rows, self.s).T, self.shape)
 
     def gram(self) -> Tensor:
         """HUᵀUH; zeros where columns do not differ from their mean."""
@@ -109,13 +107,18 @@ class Centred(Operator):
 
     def _gram_of_columns(self) -> Tensor:
         out = self._empty(self.samples, self.samples).zero_()
-        whole = out.new_zeros(())
         for _, X in self.U.slabs(self.dtype):
-            X = X.flatten(1)
-            whole += X.square().sum()
-            X = self.about_mean(X)
+            X = differing(X.flatten(1), self.s)
             out += product(X, X.T)
-        return out * differs(whole, out.trace(), self.samples)
+        return out
+
+
+def differing(rows: Tensor, s: Tensor) -> Tensor:
+    """HUᵀ of Uᵀ (ϱ, n); zeros where rows do not differ from their mean by more than rounding."""
+    centred = about_mean(rows, s)
+    mean = s.to(rows.dtype) @ rows
+    left = torch.linalg.vector_norm(centred).square()
+    return centred.mul_(differs(left + mean @ mean, left, len(rows)))
 
 
 def about_mean(V: Tensor, s: Tensor) -> Tensor:
@@ -125,9 +128,8 @@ def about_mean(V: Tensor, s: Tensor) -> Tensor:
     missing = torch.where(missing > WHOLE, missing, 0)
     gamma = ((1 - missing.sqrt()) / square).to(V.dtype)
     s = s.to(V.dtype)
-    mean = torch.tensordot(s, V, 1)
-    each = s.view(-1, *[1] * (V.dim() - 1))
-    return V - each * (gamma * mean)
+    rows = V.reshape(len(V), -1)
+    return torch.addr(rows, s, gamma * (s @ rows), alpha=-1).view(V.shape)
 
 
 def differs(whole: Tensor, centred: Tensor, samples: int) -> Tensor:

@@ -148,8 +148,8 @@ class Curvature:
     """
 
     form: Form = "auto"
-    samples: int | None = 64
-    rank: int = 16
+    samples: int | None = 32
+    rank: int = 8
     sketch: Sketch | None = None
     implicit_sketch: Sketch | None = None
     threshold: int = THRESHOLD

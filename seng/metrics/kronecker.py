@@ -137,11 +137,13 @@ class KroneckerPower:
 
     def rows(self, Y: Tensor) -> Tensor:
         """P^e of each row of Y (k, n)."""
-        X = Y.unflatten(1, (*self.V_G.shape[:2], -1))
-        X = X + self.V_G @ (self.w_G * (self.V_G.mT @ X))
-        X = X + ((X @ self.V_A) * self.w_A) @ self.V_A.mT
-        out: Tensor = (self.c * X).flatten(1)
-        return out
+        h, n_G, _ = self.V_G.shape
+        X = Y.view(len(Y) * h, n_G, -1)
+        V, w = _repeated(self.V_G, len(Y)), _repeated(self.w_G, len(Y))
+        X = torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(w))
+        X = X.view(len(Y), h, n_G, -1).transpose(0, 1).flatten(1, 2)
+        X = _along(X, self.V_A, self.w_A).mul_(self.c)
+        return X.view(h, len(Y), -1).transpose(0, 1).flatten(1)
 
     def of(self, U: Operator, rank: int) -> Operator:
         """P^e U: of factors where those of this rank are fewer numbers than columns."""
@@ -154,17 +156,27 @@ class KroneckerPower:
 
     def _of_factors(self, U: Operator) -> Operator:
         factors: Any = U.factors()
-        G = _along(factors.G, self.V_G, self.w_G, self.c)
-        A = _along(factors.A, self.V_A, self.w_A.mT)
-        return Implicit(G, A)
+        G = _along_factors(factors.G, self.V_G, self.w_G.mT)
+        A = _along_factors(factors.A, self.V_A, self.w_A)
+        return Implicit(G * self.c[None].to(G.dtype), A)
 
 
-def _along(X: Tensor, V: Tensor, w: Tensor, c: Tensor | float = 1.0) -> Tensor:
-    """c(I + V diag(w) Vᵀ) along dimension 2 of X (ϱ, h, n, r), in X's precision."""
-    Z = X.to(V.dtype)
-    inner = torch.einsum("hnk,shnr->shkr", V, Z)
-    Z = Z + torch.einsum("hnk,shkr->shnr", V, w * inner)
-    return (c * Z).to(X.dtype)
+def _along(X: Tensor, V: Tensor, w: Tensor) -> Tensor:
+    """Rows of X (h, N, n) times I + V diag(w) Vᵀ."""
+    return torch.baddbmm(X, torch.bmm(X, V).mul_(w), V.mT)
+
+
+def _along_factors(X: Tensor, V: Tensor, w: Tensor) -> Tensor:
+    """The same along dimension 2 of X (ϱ, h, n, r), in X's precision."""
+    samples, h, n, r = X.shape
+    rows = X.permute(1, 0, 3, 2).reshape(h, -1, n)
+    rows = _along(rows.to(V.dtype), V, w).to(X.dtype)
+    return rows.view(h, samples, r, n).permute(1, 0, 3, 2)
+
+
+def _repeated(X: Tensor, count: int) -> Tensor:
+    """X (h, …) so many times, one after the other."""
+    return X.expand(count, *X.shape).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -235,8 +247,7 @@ class Kronecker(Metric):
             return self._diagonal(layer, team)
         old = layer.previous
         draw = layer.generator("base")
-        seen_G = Moment(layer.U.outputs(), team, 1 / team.size)
-        seen_A = inputs(layer.U, team, draw.initial_seed())
+        seen_G, seen_A = moments(layer.U, team, draw)
         rank = self.curvature.rank
         decay = self.curvature.decay
         G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
@@ -252,25 +263,37 @@ class Kronecker(Metric):
         return DiagonalState(v, **self.options)
 
 
-COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
-SAMPLES = 16  # and of at least so many samples
+COLUMNS = 4  # that a side's moment is made of, for each of its rows,
+LEAST = 1024  # and at least so many
 
 
-def inputs(U: Operator, team: Team, seed: int = 0) -> Moment:
-    """C_A of so many samples, evenly spread, that it has COLUMNS for each row.
+def moments(
+    U: Operator, team: Team, draw: torch.Generator
+) -> tuple[Moment, Moment]:
+    """Σ_positions E ggᵀ and E aaᵀ, from COLUMNS for each row; in float64 from all.
 
     Positions of an image are many and alike, and their second moment would cost more than the layer
-    itself. Samples are left out rather than positions, of which those at the border would lose
-    their share. The seed says which sample is the first; in float64 all are taken.
+    itself. The columns are drawn from all samples and positions alike, so that those at the border
+    keep their share.
     """
-    exact = U.dtype == torch.float64
-    enough = COLUMNS * U.shape[2]
-    spare = 1 if exact else U.samples * U.kappa // enough
-    every = max(1, min(spare, U.samples // SAMPLES))
-    chosen = slice(seed % every, None, every)
-    X = U.inputs(chosen)
-    scale = U.kappa / max(1, X.shape[2])  # Σ over positions, mean over samples
-    return Moment(X, team, scale / team.size)
+    N = U.samples * U.kappa
+    found = []
+    for side, n in ((U.outputs, U.shape[1]), (U.inputs, U.shape[2])):
+        enough = max(LEAST, COLUMNS * n)
+        if N <= enough or U.dtype == torch.float64:
+            X, scale = side(), 1.0
+        else:
+            device = U.values.device
+            places = torch.randint(
+                N, (enough,), generator=draw, device=device
+            )
+            at = places // U.kappa, places % U.kappa
+            X, scale = side(at), N / enough
+        found.append((X, scale))
+    (G, of_G), (A, of_A) = found
+    # U's columns are u_i/√ϱ: the mean over samples is in G, that of A is taken here.
+    of_A /= max(1, U.samples)
+    return Moment(G, team, of_G / team.size), Moment(A, team, of_A / team.size)
 
 
 @dataclass(frozen=True)
