@@ -279,8 +279,8 @@ class Shared:
                 )
             )
         most = samples.limit
-        totals = [min(total, most) for total in totals]
-        return Census(totals, any(halves), sites)
+        taken = [min(total, most) for total in totals]
+        return Census(taken, any(halves), sites)
 
     def loaded(self, state: list[int], device: torch.device) -> bool:
         """Whether all ranks have loaded the same, so that they can go on from it."""

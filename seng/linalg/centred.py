@@ -39,6 +39,10 @@ class Centred(Operator):
         return str(self.U.form)
 
     @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return bool(self.U.waits)
+
+    @property
     def values(self) -> Any:
         return self.U.values
 
@@ -94,7 +98,9 @@ class Centred(Operator):
         """The centred columns; zeros where they do not differ from their mean."""
         columns = self.U.explicit().U.to(self.dtype)
         centred = self.about_mean(columns.T)
-        fine = differs(columns.square().sum(), centred.square().sum(), self.samples)
+        fine = differs(
+            columns.square().sum(), centred.square().sum(), self.samples
+        )
         return Explicit((centred * fine).T, self.shape)
 
     def gram(self) -> Tensor:
@@ -127,7 +133,8 @@ def about_mean(V: Tensor, s: Tensor) -> Tensor:
     s = s.to(V.dtype)
     mean = torch.tensordot(s, V, 1)
     each = s.view(-1, *[1] * (V.dim() - 1))
-    return V - each * (gamma * mean)
+    out: Tensor = V - each * (gamma * mean)
+    return out
 
 
 def differs(whole: Tensor, centred: Tensor, samples: int) -> Tensor:

@@ -79,7 +79,7 @@ class Factored(Operator):
         """Whether that is the cheaper contraction: ϱ²κ²(n_G + n_A) or ϱ(ϱ + κ)n_G·n_A."""
         _, n_G, n_A = self.shape
         pairs = self.samples * self.kappa**2 * (n_G + n_A)
-        return pairs > (self.samples + self.kappa) * n_G * n_A
+        return bool(pairs > (self.samples + self.kappa) * n_G * n_A)
 
     def gram(self) -> Tensor:
         """UᵀU by the cheaper of two contractions."""

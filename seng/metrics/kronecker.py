@@ -33,7 +33,7 @@ from seng.distributed.team import Team
 from seng.layers.sites import Site
 from seng.linalg.implicit import Implicit
 from seng.linalg.operators import Operator, Shape, product
-from seng.metrics import curvature
+from seng.metrics.curvature import Kronecker as Options
 from seng.metrics.factor import WHAT, Factor, Moment, noise, updated
 from seng.metrics.metric import (
     Dims,
@@ -211,9 +211,9 @@ class Kronecker(Metric):
     `rank` leading directions are kept of each factor, all others being one constant.
     """
 
-    curvature: curvature.Kronecker
+    curvature: Options
 
-    def __init__(self, asked: curvature.Kronecker) -> None:
+    def __init__(self, asked: Options) -> None:
         self.curvature = asked
         power, floor = float(asked.power), float(asked.floor)
         self.options: dict[str, Any] = {"power": power, "floor": floor}
