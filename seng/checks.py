@@ -77,8 +77,6 @@ def check_group(
             check_number(option, group[option])
     if "damping" in group:
         check_number("damping", group["damping"], positive=True)
-    if group.get("nesterov") and group["momentum"] <= 0:
-        raise ValueError("nesterov needs a momentum above 0")
 
 
 def check_lr(lr: object) -> None:

@@ -51,6 +51,8 @@ class Preconditioned(Optimizer):
     def _build(self, settings: Settings, curvature: Any = None) -> None:
         """The engine, once the groups are there; of a copy with its `curvature`."""
         self.settings, self.engine = settings, None
+        for group in self.param_groups:
+            recipe_of(settings.recipe).check(group)
         if self.module is not None:
             self.engine = Engine(self.module, self._params(), settings)
         self._set_recipes()

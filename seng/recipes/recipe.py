@@ -91,6 +91,11 @@ class SGD(Recipe):
     options: ClassVar[dict[str, Any]] = {"momentum": 0.9, "nesterov": False}
     fuses = True
 
+    @staticmethod
+    def check(group: Group) -> None:
+        if group["nesterov"] and group["momentum"] <= 0:
+            raise ValueError("nesterov needs a momentum above 0")
+
     def step(
         self,
         state: Any,
