@@ -1,4 +1,4 @@
-"""Which processes share the curvature, what they send each other, and when (section 4 of the paper).
+"""Which processes share the curvature, what they send each other, and when (section 4).
 
     local    one process
     shared   one basis on all ranks, from the samples of all of them; nothing is sent between

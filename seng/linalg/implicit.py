@@ -67,7 +67,7 @@ class Factored(Operator):
     def smaller(self) -> Operator:
         """As columns, where these are fewer bytes than the factors.
 
-        On a GPU factors in half precision stay: they are small, and launches in a backward hold it up.
+        On a GPU factors in half precision stay: they are small, and launches hold a backward up.
         """
         G = self.values
         stays = G.dtype in HALF and G.is_cuda
@@ -331,7 +331,7 @@ def _columns(G: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _aligned(X: Tensor) -> Tensor:
-    """With zeros behind each row, where a GPU is several times slower on rows that are not aligned."""
+    """With zeros behind each row: a GPU is several times slower on rows that are not aligned."""
     aligned = max(X.stride()[1:]) % 8 == 0
     if aligned or X.dtype not in HALF or not X.is_cuda:
         return X

@@ -8,9 +8,9 @@ p = 1 is K-FAC's metric, p = 1/2 its square root. Layers without factors have a 
 
     P = diag(v)^p                v = E u² over per-sample gradients
 
-whose p = 1/2 is Adam's root. Eigenvalues count as at least `floor` of their mean, on each side; v as
-at least floor² of its. P is normalised to mean eigenvalue 1. By itself it gives d = P⁻¹g, as long
-as g. As the base of `seng.metrics.low_rank` it whitens U by P^{-½}.
+whose p = 1/2 is Adam's root. Eigenvalues count as at least `floor` of their mean, on each side; v
+as at least floor² of its. P is normalised to mean eigenvalue 1. By itself it gives d = P⁻¹g, as
+long as g. As the base of `seng.metrics.low_rank` it whitens U by P^{-½}.
 
     d = (G + √λ/π I)⁻¹ g (A + π√λ I)⁻¹,  π² = (tr A / n_A) / (tr G / n_G)
 
