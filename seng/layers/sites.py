@@ -72,7 +72,8 @@ class Member:
     module: nn.Module
     kind: Kind
     names: Mapping[nn.Parameter, str]  # its parameters, as they were found
-    sample_dim: int = 0  # of its input, where there are so many before the features
+    # Of its input, where there are so many before the features.
+    sample_dim: int = 0
 
     def sample_first(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output (or its gradient) with the sample as dimension 0."""
