@@ -2,12 +2,12 @@
 
     U = [U_1, …, U_𝓜]/√𝓜,   Y = (UV)ᵀ = Σ_i (U_i V_i)ᵀ/√𝓜
 
-V (ϱ, k) are the leading directions of the whole Gram, cross terms between ranks included; of samples
-about the mean of all ranks' the Gram is HUᵀUH, and V has H before it (`seng.linalg.centred`). Each
-layer has a rank that owns it. Every rank sends the owner Ξ_i = ΩU_i, with Ω drawn alike on all
-ranks. The owner finds V from ΞᵀΞ and sends each rank its rows V_i. Then Y is a sum over ranks, the
-same on all of them. Ω only chooses the subspace. Where all columns are kept, V = I, and nothing is
-lost.
+V (ϱ, k) are the leading directions of the whole Gram, cross terms between ranks included. Of
+samples about the mean of all ranks the Gram is HUᵀUH, and V has H before it
+(`seng.linalg.centred`). Each layer has a rank that owns it. Every rank sends the owner Ξ_i = ΩU_i,
+with Ω drawn alike on all ranks. The owner finds V from ΞᵀΞ and sends each rank its rows V_i. Then Y
+is a sum over ranks, the same on all of them. Ω only chooses the subspace. Where all columns are
+kept, V = I, and nothing is lost.
 
 Sent per refresh and layer: k·n numbers in a reduction, in half precision where the network is
 trained so; and q·ϱ_i + k·ϱ numbers to and from its owner.

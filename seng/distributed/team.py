@@ -1,4 +1,4 @@
-"""Which processes share the curvature, what they send each other, and when (section 4 of the paper).
+"""Which processes share the curvature, what they send each other, and when (section 4).
 
     local    one process
     shared   one basis on all ranks, from the samples of all of them; nothing is sent between
@@ -279,8 +279,8 @@ class Shared:
                 )
             )
         most = samples.limit
-        totals = [min(total, most) for total in totals]
-        return Census(totals, any(halves), sites)
+        taken = [min(total, most) for total in totals]
+        return Census(taken, any(halves), sites)
 
     def loaded(self, state: list[int], device: torch.device) -> bool:
         """Whether all ranks have loaded the same, so that they can go on from it."""

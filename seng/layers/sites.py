@@ -72,7 +72,8 @@ class Member:
     module: nn.Module
     kind: Kind
     names: Mapping[nn.Parameter, str]  # its parameters, as they were found
-    sample_dim: int = 0  # of its input, where there are so many before the features
+    # Of its input, where there are so many before the features.
+    sample_dim: int = 0
 
     def sample_first(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output (or its gradient) with the sample as dimension 0."""
@@ -167,7 +168,8 @@ class Site:
         values = {dampings[s.param] for s in self.segments}
         if len(values) > 1:
             raise ValueError(
-                f"layer '{self.name}' is one block but its parameters have the dampings {sorted(values)}: give them one"
+                f"layer '{self.name}' is one block but its parameters have the dampings "
+                f"{sorted(values)}: give them one"
             )
         return values.pop()
 
@@ -225,7 +227,7 @@ class Site:
     def operator(
         self, active: Segments, member: Member, a: Tensor, g: Tensor
     ) -> Operator:
-        """U of one call of one layer, unscaled: its columns are the captured per-sample gradients."""
+        """U of one call of one layer, unscaled: its columns are the per-sample gradients."""
         kind = member.kind
         parts = [(member.names.get(s.param), s.shape[2]) for s in active]
         found = kind.gradients(member.module, a, g)

@@ -3,8 +3,8 @@
     ŪŪᵀ = UUᵀ − (Us)(Us)ᵀ,   H = I − γssᵀ,   γ = (1 − √(1 − ‖s‖²))/‖s‖²
 
 U's columns are √w_i·u_i and s_i = √w_i, so that Us is the mean Σ w_i u_i. Weights that do not add
-up to 1 are those of a layer that some samples have not reached: their columns are zeros, which count
-in the mean. H is symmetric and H² = I − ssᵀ.
+up to 1 are those of a layer that some samples have not reached: their columns are zeros, which
+count in the mean. H is symmetric and H² = I − ssᵀ.
 
 A Gram in float32 would lose the spread beside the mean. So columns are centred before their Gram
 is taken, and a Gram of factors is taken and centred in float64. What is left of it below rounding
@@ -37,6 +37,10 @@ class Centred(Operator):
     @property
     def form(self) -> str:  # type: ignore[override]
         return str(self.U.form)
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return bool(self.U.waits)
 
     @property
     def values(self) -> Any:
@@ -133,7 +137,7 @@ def about_mean(V: Tensor, s: Tensor) -> Tensor:
 
 
 def differs(whole: Tensor, centred: Tensor, samples: int) -> Tensor:
-    """Whether samples differ from their mean by more than rounding, from the traces of both Grams."""
+    """Whether samples differ from their mean by more than rounding; from both Grams' traces."""
     eps = torch.finfo(widest(whole)).eps
     return centred > ROUNDING * eps * samples * whole
 

@@ -67,7 +67,7 @@ class Factored(Operator):
     def smaller(self) -> Operator:
         """As columns, where these are fewer bytes than the factors.
 
-        On a GPU factors in half precision stay: they are small, and launches in a backward hold it up.
+        On a GPU factors in half precision stay: they are small, and launches hold a backward up.
         """
         G = self.values
         stays = G.dtype in HALF and G.is_cuda
@@ -79,7 +79,7 @@ class Factored(Operator):
         """Whether that is the cheaper contraction: ϱ²κ²(n_G + n_A) or ϱ(ϱ + κ)n_G·n_A."""
         _, n_G, n_A = self.shape
         pairs = self.samples * self.kappa**2 * (n_G + n_A)
-        return pairs > (self.samples + self.kappa) * n_G * n_A
+        return bool(pairs > (self.samples + self.kappa) * n_G * n_A)
 
     def gram(self) -> Tensor:
         """UᵀU by the cheaper of two contractions."""
@@ -348,7 +348,7 @@ def _columns(G: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _aligned(X: Tensor) -> Tensor:
-    """With zeros behind each row, where a GPU is several times slower on rows that are not aligned."""
+    """With zeros behind each row: a GPU is several times slower on rows that are not aligned."""
     aligned = max(X.stride()[1:]) % 8 == 0
     if aligned or X.dtype not in HALF or not X.is_cuda:
         return X

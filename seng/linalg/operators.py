@@ -119,7 +119,7 @@ class Operator:
         return None
 
     def summand(self, positions: int) -> Implicit | None:
-        """Factors to be added to others, of so many positions in all; None where columns do better."""
+        """Factors to be added to others, of so many positions; None where columns do better."""
         return self.factors()
 
     def smaller(self) -> Operator:

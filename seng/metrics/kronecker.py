@@ -8,9 +8,9 @@ p = 1 is K-FAC's metric, p = 1/2 its square root. Layers without factors have a 
 
     P = diag(v)^p                v = E u² over per-sample gradients
 
-whose p = 1/2 is Adam's root. Eigenvalues count as at least `floor` of their mean, on each side; v as
-at least floor² of its. P is normalised to mean eigenvalue 1. By itself it gives d = P⁻¹g, as long
-as g. As the base of `seng.metrics.low_rank` it whitens U by P^{-½}.
+whose p = 1/2 is Adam's root. Eigenvalues count as at least `floor` of their mean, on each side; v
+as at least floor² of its. P is normalised to mean eigenvalue 1. By itself it gives d = P⁻¹g, as
+long as g. As the base of `seng.metrics.low_rank` it whitens U by P^{-½}.
 
     d = (G + √λ/π I)⁻¹ g (A + π√λ I)⁻¹,  π² = (tr A / n_A) / (tr G / n_G)
 
@@ -33,7 +33,7 @@ from seng.distributed.team import Team
 from seng.layers.sites import Site
 from seng.linalg.implicit import Implicit
 from seng.linalg.operators import Operator, Shape, product
-from seng.metrics import curvature
+from seng.metrics.curvature import Kronecker as Options
 from seng.metrics.factor import WHAT, Factor, Moment, noise, updated
 from seng.metrics.metric import (
     Dims,
@@ -223,9 +223,9 @@ class Kronecker(Metric):
     `rank` leading directions are kept of each factor, all others being one constant.
     """
 
-    curvature: curvature.Kronecker
+    curvature: Options
 
-    def __init__(self, asked: curvature.Kronecker) -> None:
+    def __init__(self, asked: Options) -> None:
         self.curvature = asked
         power, floor = float(asked.power), float(asked.floor)
         self.options: dict[str, Any] = {"power": power, "floor": floor}
@@ -284,9 +284,7 @@ def moments(
             X, scale = side(), 1.0
         else:
             device = U.values.device
-            places = torch.randint(
-                N, (enough,), generator=draw, device=device
-            )
+            places = torch.randint(N, (enough,), generator=draw, device=device)
             at = places // U.kappa, places % U.kappa
             X, scale = side(at), N / enough
         found.append((X, scale))

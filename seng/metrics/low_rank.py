@@ -336,7 +336,8 @@ def _leading(
         return largest, K[:, 0, :0], K[:, :, :0]
     values, V = spectrum(K, width, begin)
     largest = values[:, 0] if one_by_one(K) else top(K)
-    V = torch.where(largest[:, None, None] == 0, 0, V)  # rounding is all there is
+    none = largest[:, None, None] == 0  # rounding is all there is
+    V = torch.where(none, 0, V)
     return largest.to(K.dtype), values, V.to(K.dtype)
 
 

@@ -254,7 +254,10 @@ def paper_form(d: Dims, threshold: int) -> tuple[str, str]:
     if d.n <= d.sides * d.kappa:
         why = "n ≤ (n_G + n_A)κ: the factors would be larger than the gradient"
         return "explicit", why
-    return "implicit", f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
+    return (
+        "implicit",
+        f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}",
+    )
 
 
 def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
@@ -344,10 +347,11 @@ class LayerRefresh:
         """Those of all ranks' columns, of which each rank has the same weight."""
         ranks = zip(self.counts, self.totals, strict=True)
         parts = [self._roots(*rank) for rank in ranks]
-        return torch.cat(parts) / len(parts) ** 0.5
+        out: Tensor = torch.cat(parts) / len(parts) ** 0.5
+        return out
 
     def _roots(self, count: int, samples: int) -> Tensor:
-        values = self.U.values
+        values: Tensor = self.U.values
         root = max(1, samples) ** -0.5
         return values.new_full((count,), root, dtype=widest(values))
 

@@ -79,14 +79,7 @@ class KFAC(Preconditioned):
             "betas": betas,
             "eps": eps,
         }
-        if damp == "tikhonov":
-            given = damping is not None
-            options["damping"] = damping if given else TIKHONOV_DAMPING
-        elif damping is not None:
-            raise ValueError(
-                "KFAC: damp='floor' is damped by its floor; leave out damping, or use "
-                "damp='tikhonov'"
-            )
+        options |= _damping_of(damp, damping)
         super().__init__(params, module, recipe, options)
         common: dict[str, Any] = {
             "refresh_every": refresh_every,
@@ -117,3 +110,15 @@ class KFAC(Preconditioned):
                 "KFAC works on whole parameters, and these are DTensors, spread over a "
                 "device mesh (FSDP2): seng.SENG works there"
             )
+
+
+def _damping_of(damp: Damp, damping: float | None) -> dict[str, float]:
+    """The damping of a param group, which damp="floor" has not."""
+    if damp == "tikhonov":
+        return {"damping": TIKHONOV_DAMPING if damping is None else damping}
+    if damping is None:
+        return {}
+    raise ValueError(
+        "KFAC: damp='floor' is damped by its floor; leave out damping, or use "
+        "damp='tikhonov'"
+    )

@@ -112,7 +112,7 @@ def plan_of(
 
 
 class Timer:
-    """The seconds of `with timer:`; on a GPU by events, so that nothing waits until they are read."""
+    """The seconds of `with timer:`; on a GPU by events, so that only reading them waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from seng.checks import check_number
+from seng.checks import check_lr, check_number
 from seng.layers.sites import Segment, Site
 from seng.recipes.recipe import Directions, Group, Params, Recipe, recipe
 
@@ -88,9 +88,8 @@ def matrices(
 
 def check(group: Group) -> None:
     """Refuse options outside their range."""
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    numbers = ["lr", "weight_decay", "momentum", "eps", "adam_eps"]
+    check_lr(group["lr"])
+    numbers = ["weight_decay", "momentum", "eps", "adam_eps"]
     if group["adam_lr"] is not None:
         numbers.append("adam_lr")
     for name in numbers:
@@ -177,7 +176,8 @@ class Muon(Recipe):
     ) -> None:
         """θ ← (1 − lr·weight_decay)·θ − lr·ratio·Q, in place."""
         lr = group["lr"]
-        if isinstance(lr, Tensor):
+        on_device = isinstance(lr, Tensor)  # as an alpha it would be read
+        if on_device:
             lr = lr.reshape(())
         torch._foreach_mul_([*weights], 1 - lr * group["weight_decay"])
         how = group["ns_coefficients"], group["ns_steps"], group["eps"]
@@ -194,7 +194,7 @@ class Muon(Recipe):
                 for i, q in zip(batch, Q.to(X.dtype).split(h), strict=True)
             ]
             rate = lr * ratio(m, n, group["adjust_lr_fn"])
-            if isinstance(rate, Tensor):  # as an alpha it would be read
+            if on_device:
                 torch._foreach_sub_(moved, torch._foreach_mul(moves, rate))
             else:
                 torch._foreach_add_(moved, moves, alpha=-rate)

@@ -41,7 +41,9 @@ class Recipe(ABC):
     options: ClassVar[dict[str, Any]] = {}
     fuses = False  # whether the GPU's fused step of SGD does the same
     whole = False  # whether it works on whole matrices of this step
-    paper = False  # whether directions are the paper's own, over an absolute λI
+    paper = (
+        False  # whether directions are the paper's own, over an absolute λI
+    )
 
     def __init__(
         self, sites: Sequence[Site], module: nn.Module | None = None
@@ -53,7 +55,7 @@ class Recipe(ABC):
         """Why it has no use for a layer's direction, in words; None where it has."""
         return None
 
-    @staticmethod
+    @staticmethod  # noqa: B027
     def check(group: Group) -> None:
         """Refuse options of its own outside their range."""
 
@@ -88,6 +90,11 @@ class SGD(Recipe):
 
     options: ClassVar[dict[str, Any]] = {"momentum": 0.9, "nesterov": False}
     fuses = True
+
+    @staticmethod
+    def check(group: Group) -> None:
+        if group["nesterov"] and group["momentum"] <= 0:
+            raise ValueError("nesterov needs a momentum above 0")
 
     def step(
         self,

@@ -37,7 +37,7 @@ WORDS = ("layer", "form", "base", "why")  # columns that begin at the left
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found: one plan per covered layer, and every other parameter with its reason."""
+    """What `explain` found: one plan per covered layer, and why each other parameter has none."""
 
     plans: tuple[Plan, ...]
     uncovered: Mapping[str, str]
