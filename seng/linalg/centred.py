@@ -119,8 +119,8 @@ class Centred(Operator):
 
 def differing(rows: Tensor, s: Tensor) -> Tensor:
     """HUᵀ of Uᵀ (ϱ, n); zeros where rows do not differ from their mean by more than rounding."""
-    centred = about_mean(rows, s)
     mean = s.to(rows.dtype) @ rows
+    centred = about_mean(rows, s)
     left = torch.linalg.vector_norm(centred).square()
     return centred.mul_(differs(left + mean @ mean, left, len(rows)))
 

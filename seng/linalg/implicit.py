@@ -256,8 +256,10 @@ class Windows(Factored):
         samples, positions = at
         places = torch.unravel_index(positions, self.G.shape[2:])
         x = self._moved_windows()[samples, :, *places]  # (N, C, *kernel)
-        A = x.flatten(1).T[None]
-        return F.pad(A, (0, 0, 0, self.bias), value=1.0)
+        rows = x.flatten(1)
+        if self.bias:
+            rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+        return rows.T[None]
 
     def _outputs(self) -> Tensor:
         """Ĝ (ϱ, 1, n_G, κ)."""

@@ -263,8 +263,8 @@ class Kronecker(Metric):
         return DiagonalState(v, **self.options)
 
 
-COLUMNS = 4  # that a side's moment is made of, for each of its rows,
-LEAST = 1024  # and at least so many
+COLUMNS = 2  # that a side's moment is made of, for each of its rows,
+LEAST = 512  # and at least so many
 
 
 def moments(
