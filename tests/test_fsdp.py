@@ -11,6 +11,7 @@ from test_distributed import (
     batches,
     exact,
     example,
+    low_rank,
     network,
     parts,
     train,
@@ -60,7 +61,7 @@ def one_step(rank, names, hybrid):
             lr=1.0,
             momentum=0.0,
             damping=LAM,
-            units="paper",
+            recipe="paper",
             curvature=exact(),
         )
         naive.loss_of(model(x[part]), target[part]).backward()
@@ -107,7 +108,7 @@ def trained(rank, steps, options, accumulate=1):
     opt = seng.SENG(
         model,
         lr=0.05,
-        curvature=seng.Curvature(**options),
+        curvature=low_rank(**options),
         damping=0.01,
         refresh_every=3,
     )
@@ -176,7 +177,7 @@ def saved(rank, folder, steps, options, how="fsdp"):
         lr=0.05,
         damping=0.01,
         refresh_every=4,
-        curvature=seng.Curvature(**options),
+        curvature=low_rank(**options),
     )
     part = parts(12, dist.get_world_size())[rank]
     for i, (x, target) in enumerate(batches(2 * steps, 12)):
@@ -202,7 +203,7 @@ def resumed(rank, folder, steps, options, how="fsdp"):
         lr=0.05,
         damping=0.01,
         refresh_every=4,
-        curvature=seng.Curvature(**options),
+        curvature=low_rank(**options),
     )
     weights, optim = get_state_dict(model, opt)
     state = {"model": weights, "optim": optim}
@@ -349,7 +350,7 @@ def some_spread(rank, steps, spread):
     opt = seng.SENG(
         model,
         lr=0.05,
-        curvature=seng.Curvature(rank=5),
+        curvature=low_rank(rank=5),
         damping=0.01,
         refresh_every=3,
     )
@@ -401,7 +402,7 @@ def one_rank_each(rank):
     ]
     for i in (0, 3, 5):
         fully_shard(model[i], mesh=mesh)
-    curvature = seng.Curvature(rank=5)
+    curvature = low_rank(rank=5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         opt = seng.SENG(
