@@ -58,11 +58,13 @@ class Share:
         return Y
 
 
-def empty(shape: Shape, dtype: torch.dtype, device: torch.device) -> Operator:
-    """U of a rank without samples."""
+def empty(
+    shape: Shape, dtype: torch.dtype, device: torch.device, columns: int = 0
+) -> Operator:
+    """U of a rank without samples: no columns, or zeros."""
     h, n_G, n_A = shape
-    G = torch.zeros(0, h, n_G, 1, dtype=dtype, device=device)
-    return Implicit(G, G.new_zeros(0, h, n_A, 1))
+    G = torch.zeros(columns, h, n_G, 1, dtype=dtype, device=device)
+    return Implicit(G, G.new_zeros(columns, h, n_A, 1))
 
 
 def pooled(

@@ -9,6 +9,8 @@
         d = g − (1/𝓜) Σ_i U_i b_i,   b_i = (λI + U_iᵀU_i)⁻¹U_iᵀ ĝ     (eqs. sol-ls-1-dist,
                                                                       Dist-syn-2)
 
+`block` over a base is the mean of P⁻¹g − Z_i b_i at the length of g: P is pooled as `shared` has it.
+
 `block` has ĝ = g: one more gradient travels at every step. `lagged` has ĝ = g_{k−1}: the sum is known
 before the backward and travels in the gradient's own messages; on refresh steps U_i is new, and it
 travels by itself; the first step is not lagged. With eq. 23 for U_i b_i the means of its two sides
@@ -315,6 +317,7 @@ class Shared:
                 anew.append(i)
             elif seen.count(seen[0]) < len(seen):
                 self.team.from_first(tensors, "sharing a basis")
+                states[i].follow()
         return anew
 
 
@@ -368,10 +371,11 @@ class Averaged(Shared):
             mean = self._mean(base, plan)
         if self.lagged:
             self.before = {p: g.clone() for p, g in grads.items()}
-        return {
+        ds = {
             p: g - mean[p].to(g.dtype) if p in mean else g
             for p, g in grads.items()
         }
+        return plan.grafted(grads, ds)
 
     def ahead(self, plan: Any, stamp: Any) -> None:
         """What can be sent along with the next gradients, if they refresh nothing."""

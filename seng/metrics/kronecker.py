@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from seng.distributed.sharded import Place
 from seng.distributed.team import Team
 from seng.layers.sites import Site
 from seng.linalg.implicit import Implicit
@@ -36,6 +37,7 @@ from seng.linalg.operators import Operator, Shape, product
 from seng.metrics.curvature import Kronecker as Options
 from seng.metrics.factor import WHAT, Factor, Moment, noise, updated
 from seng.metrics.metric import (
+    UNSAVED,
     Dims,
     LayerRefresh,
     Metric,
@@ -43,6 +45,7 @@ from seng.metrics.metric import (
     PowerSolver,
     State,
 )
+from seng.metrics.sharded_power import ShardedPower, sharded
 
 SHIFTS = 6  # that a factorization tries
 
@@ -53,12 +56,19 @@ class PowerState(State):
 
     power: float
     floor: float
+    # Where a spread layer's numbers lie; None: each rank has all.
+    place: Any = field(default=None, metadata=UNSAVED)
 
     form = "power"
 
     @abstractmethod
     def to_power(self, exponent: float) -> Any:
-        """P^exponent."""
+        """P^exponent of whole vectors."""
+
+    def to_local_power(self, exponent: float) -> Any:
+        """P^exponent of what this rank has of a vector."""
+        whole = self.to_power(exponent)
+        return whole if self.place is None else whole.spread(self.place)
 
     @abstractmethod
     def summary(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,6 +96,14 @@ class DiagonalPower:
         return z * self.weights
 
     rows = __call__
+
+    def sums(self, z: Tensor) -> list[Tensor]:
+        """What ranks add up before: nothing."""
+        return []
+
+    def spread(self, place: Place) -> DiagonalPower:
+        """The same of this rank's numbers."""
+        return DiagonalPower(place.cut(self.weights))
 
     def of(self, U: Operator, rank: int) -> Operator:
         """P^e U."""
@@ -134,6 +152,14 @@ class KroneckerPower:
             X, torch.bmm(X, self.V_A).mul_(self.w_A), self.V_A.mT
         )
         return X.mul_(self.c).reshape(-1)
+
+    def sums(self, z: Tensor) -> list[Tensor]:
+        """What ranks add up before: nothing, where vectors are whole."""
+        return []
+
+    def spread(self, place: Place) -> ShardedPower:
+        """The same of this rank's numbers."""
+        return sharded(self, place)
 
     def rows(self, Y: Tensor) -> Tensor:
         """P^e of each row of Y (k, n)."""
@@ -243,8 +269,9 @@ class Kronecker(Metric):
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         """δC + (1 − δ)C_new from the captures of all ranks."""
+        options = {**self.options, "place": layer.place}
         if layer.plan.dims.base == "diagonal":
-            return self._diagonal(layer, team)
+            return self._diagonal(layer, team, options)
         old = layer.previous
         draw = layer.generator("base")
         seen_G, seen_A = moments(layer.U, team, draw)
@@ -252,15 +279,17 @@ class Kronecker(Metric):
         decay = self.curvature.decay
         G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
         A = updated(getattr(old, "A", None), seen_A, rank, decay, draw)
-        return KroneckerState(G, A, noise(layer.precision), **self.options)
+        return KroneckerState(G, A, noise(layer.precision), **options)
 
-    def _diagonal(self, layer: LayerRefresh, team: Team) -> DiagonalState:
+    def _diagonal(
+        self, layer: LayerRefresh, team: Team, options: dict[str, Any]
+    ) -> DiagonalState:
         v = layer.U.row_norms() / team.size
         team.sum_([v], WHAT)
         old = getattr(layer.previous, "v", None)
         if old is not None:
             v = old.lerp(v, 1 - self.curvature.decay)
-        return DiagonalState(v, **self.options)
+        return DiagonalState(v, **options)
 
 
 COLUMNS = 2  # that a side's moment is made of, for each of its rows,

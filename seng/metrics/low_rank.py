@@ -106,6 +106,7 @@ class LowRank(Metric):
         base = curvature.base
         self.base = None if base is None else Kronecker(base)
         self.reduces = base is None  # a base is made of all factors
+        self.pools = base is not None
 
     def plan(
         self,
@@ -284,8 +285,8 @@ class LowRank(Metric):
         old = last.U
         K = last.gram
         if d.P is not None:
-            back = last.P.to_power(1.0)
-            forth = d.P.to_power(-0.5)
+            back = last.P.to_local_power(1.0)
+            forth = d.P.to_local_power(-0.5)
             old = old.mapped(lambda Y: forth.rows(back.rows(Y)))
         if d.P is not None or self.together:
             K = old.gram()
@@ -308,7 +309,7 @@ class LowRank(Metric):
                 largest = top(d.gram[None])[0].to(d.gram.dtype)
             U = d.U
             if d.P is not None:
-                U = d.P.to_power(-0.5).of(U, U.kappa)
+                U = d.P.to_local_power(-0.5).of(U, U.kappa)
             kept = U, d.omega, d.gram, largest, relative, d.P
             out.append(LowRankState(*kept, d.error))
         return out

@@ -323,6 +323,7 @@ class LayerRefresh:
     generator: Draw  # the same on all ranks
     # Y (k, n) -> U = Yᵀ, spread as the layer is
     basis: Callable[[Tensor], Operator]
+    place: Any = None  # where a spread layer's numbers lie
 
     def sampled(self, samples: int | None, ranks: int) -> LayerRefresh:
         """With at most so many samples of all ranks, of each its first."""
@@ -397,6 +398,9 @@ class State(ABC):
         """All that is kept."""
         return tensors_of(self)
 
+    def follow(self) -> None:
+        """Make what comes of its tensors anew: they have been written to."""
+
     @property
     def dtype(self) -> torch.dtype | None:
         """The precision that it solves in; None: in any."""
@@ -416,6 +420,7 @@ class Metric(ABC):
     per_sample = True  # whether dimension 0 has to be the sample
     reduces = False  # whether `keep` does anything
     together = False  # whether all layers share one solve
+    pools = False  # whether ranks with a U of their own pool the rest
     makes: type[State] | None = None  # by `init`; None: nothing is loaded
     # What plans follow, if any.
     curvature: Curvature | Kronecker | None = None
@@ -503,8 +508,18 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 def grafted(d: Tensor, g: Tensor) -> Tensor:
     """d at the length of g, so that SGD's learning rate carries over."""
-    tiny = torch.finfo(d.dtype).tiny
-    length = torch.linalg.vector_norm(d).clamp_min(tiny)
-    scale = torch.linalg.vector_norm(g) / length
-    out: Tensor = d * scale
-    return out
+    norm = torch.linalg.vector_norm
+    return d * ratio(norm(d), norm(g))
+
+
+def squared_lengths(*vectors: Tensor) -> Tensor:
+    """Of each, in a precision where none underflows."""
+    lengths = [torch.linalg.vector_norm(z) for z in vectors]
+    stacked = torch.stack(lengths)
+    return stacked.to(widest(stacked)).square()
+
+
+def ratio(of_d: Tensor, of_g: Tensor) -> Tensor:
+    """The scale that brings d to the length of g."""
+    tiny = torch.finfo(of_d.dtype).tiny
+    return of_g / of_d.clamp_min(tiny)

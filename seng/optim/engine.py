@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -228,6 +229,8 @@ class Engine:
         states = [record.state for record in records]
         lams = [lam for _, lam in stale.values()]
         found = self.metric.solvers(states, lams, self.recorder)
+        if self.metric.pools and self.strategy.averages:
+            found = [replace(solver, grafts=False) for solver in found]
         for record, solver in zip(records, found, strict=True):
             new = settle(record.solver, solver) if self.on_gpu else solver
             record.solver, record.solved = new, stale[record.index]

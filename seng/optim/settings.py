@@ -156,7 +156,8 @@ def _check_ranks(c: Curvature, team: Team, module: nn.Module | None) -> None:
             f"fisher={c.fisher!r}, blocks={c.blocks!r}: on several ranks only "
             "fisher='empirical' with blocks='layer' runs"
         )
-    if c.base is not None and team.strategy == "lagged":
+    lagged = team.strategy == "lagged" and not spread  # which none has
+    if c.base is not None and lagged:
         raise ValueError(
             "strategy='lagged' has no Kronecker base, whose length needs this step's "
             "gradient: give curvature=seng.Curvature(base=None)"

@@ -19,10 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seng.distributed.sharded import from_parts, parts_of, spread_basis
+from seng.distributed.sharded import (
+    Place,
+    from_parts,
+    parts_of,
+    spread_basis,
+)
 from seng.layers.sites import Segments, Site, whole
 from seng.linalg import implicit, lookup, operators, sketch
-from seng.linalg.operators import HALF, Merged
+from seng.linalg.operators import HALF, Merged, Operator
 from seng.metrics import factor
 from seng.metrics.metric import STATES, Metric
 
@@ -191,7 +196,8 @@ def _placed(state: Any, site: Site, active: Segments, parts: Any) -> Any:
         if shapes != [p.shape for p in params]:
             return None
         if site.sharded:
-            return replace(state, U=from_parts(bases, params, site.dtype))
+            U = from_parts(bases, params, site.dtype)
+            return _over(state, U, site, active)
 
         def row(*column: Tensor) -> Tensor:
             tensors = dict(zip(params, column, strict=True))
@@ -199,4 +205,13 @@ def _placed(state: Any, site: Site, active: Segments, parts: Any) -> Any:
 
         device = site.lead.device
         Y = torch.vmap(row, -1)(*[whole(part).to(device) for part in bases])
-    return replace(state, U=spread_basis(site, active, Y))
+    return _over(state, spread_basis(site, active, Y), site, active)
+
+
+def _over(state: Any, U: Operator, site: Site, active: Segments) -> Any:
+    """The state with this U, over a base that lies where U does."""
+    P = getattr(state, "P", None)
+    if P is not None:
+        P = replace(P, place=Place(site, active) if site.sharded else None)
+        return replace(state, U=U, P=P)
+    return replace(state, U=U)
