@@ -166,13 +166,18 @@ def _what_fits(
     dims: Sequence[Dims], c: Curvature, budget: int, pooled: bool
 ) -> str:
     """The largest halving of the ranks that fits, in words."""
-    while max(c.rank, c.base.rank if c.base else 1) > 1:
-        words = [f"rank={max(1, c.rank // 2)}"]
-        base = c.base
-        if base is not None:
-            base = replace(base, rank=max(1, base.rank // 2))
-            words.append(f"base=Kronecker(rank={base.rank})")
-        c = replace(c, rank=max(1, c.rank // 2), base=base)
+    of_U = 1 if c.form == "explicit" else c.rank  # that keeps every column
+    of_P = c.base.rank if c.base else 1
+    while max(of_U, of_P) > 1:
+        of_U = max(1, of_U // 2)
+        of_P = max(1, of_P // 2)
+        words = []
+        if c.form != "explicit":
+            c = replace(c, rank=of_U)
+            words.append(f"rank={of_U}")
+        if c.base is not None:
+            c = replace(c, base=replace(c.base, rank=of_P))
+            words.append(f"base=Kronecker(rank={of_P})")
         plans = _plans(dims, c, pooled)
         if sum(p.bytes for p in plans) <= budget:
             return f"{' and '.join(words)} would fit"
@@ -251,7 +256,10 @@ def paper_form(d: Dims, threshold: int) -> tuple[str, str]:
     if d.n <= d.sides * d.kappa:
         why = "n ≤ (n_G + n_A)κ: the factors would be larger than the gradient"
         return "explicit", why
-    return "implicit", f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
+    return (
+        "implicit",
+        f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}",
+    )
 
 
 def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
