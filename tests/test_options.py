@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seng
-from seng import Curvature
+from seng import Curvature, Kronecker
 
 ROWS = seng.sketch.Rows(20)
-LEAVING = {"traffic"}  # options that are about to go
 # Of layers that do not fit into memory, of K-FAC's norms, of an optimizer without a module.
 pytestmark = pytest.mark.filterwarnings("ignore:seng:UserWarning")
 
@@ -87,26 +86,32 @@ def acts(name: str, usual: Tensor | str, other: Tensor | str) -> bool:
 
 # What an option is set to, and the options beside which it should act.
 CURVATURE: dict[str, tuple[object, dict[str, object]]] = {
-    "form": ("explicit", {"decay": 0, "rank": 3}),
+    "form": ("implicit", {"decay": 0, "rank": 3}),
     "samples": (5, {}),
     "rank": (2, {}),
     "sketch": (ROWS, {}),
-    "combine": ("independent", {"form": "implicit", "decay": 0}),
+    "implicit_sketch": (
+        ROWS,
+        {"base": None, "rank": 100, "decay": 0, "threshold": 1},
+    ),
+    "threshold": (1, {"base": None, "combine": "independent"}),
+    "combine": (
+        "independent",
+        {"form": "implicit", "base": None, "centred": False},
+    ),
+    "centred": (False, {}),
     "decay": (0.3, {}),
     "relative_damping": (False, {}),
     "fisher": ("sampled", {}),
-    "blocks": ("network", {}),
+    "blocks": ("network", {"base": None}),
     "memory": (1_000, {}),
     "loss": ("squares", {"fisher": "sampled"}),
-    "base": ("kronecker", {}),
-    "power": (1.0, {"base": "kronecker"}),
-    "base_rank": (2, {"base": "kronecker"}),
-    "graft": (True, {}),
+    "base": (None, {}),
 }
 
 
 def test_every_option_of_curvature_has_a_case():
-    assert {f.name for f in fields(Curvature)} - LEAVING == set(CURVATURE)
+    assert {f.name for f in fields(Curvature)} == set(CURVATURE)
 
 
 @pytest.mark.parametrize("name", CURVATURE)
@@ -118,22 +123,20 @@ def test_an_option_of_curvature_acts(name):
 
 
 CONTEXTS: dict[str, dict[str, object]] = {
-    "plain": {"form": "plain"},
-    "base alone": {"base": "kronecker", "rank": 0},
-    "low rank over a base": {"base": "kronecker"},
-    "network": {"blocks": "network"},
-    "explicit": {"form": "explicit", "decay": 0},
-    "implicit": {"form": "implicit", "decay": 0, "rank": 3},
-    "merged": {"form": "merged", "decay": 0},
-    "explicit over a base": {
+    "over a base": {"form": "auto"},
+    "over λI": {"base": None},
+    "network": {"blocks": "network", "base": None},
+    "explicit": {"form": "explicit", "base": None},
+    "implicit": {"form": "implicit", "base": None, "rank": 3},
+    "merged": {"form": "merged", "base": None, "decay": 0},
+    "explicit over a base": {"form": "explicit"},
+    "implicit over a base": {"form": "implicit", "rank": 3},
+    "explicit, network": {
         "form": "explicit",
-        "decay": 0,
-        "base": "kronecker",
+        "base": None,
+        "blocks": "network",
     },
-    "explicit, network": {"form": "explicit", "decay": 0, "blocks": "network"},
 }
-# One rank is given to a list of forms, by our tests and by `seng bench`; the explicit form keeps every sample.
-KEEPS_ALL = {(name, "rank") for name in CONTEXTS if "explicit" in name}
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +149,8 @@ def usual():
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_an_option_acts_in_every_context_or_is_refused(context, name, usual):
     beside, value = CONTEXTS[context], CURVATURE[name][0]
-    if name in beside or (context, name) in KEEPS_ALL:
+    if name in beside:
         return
-    if name == "graft":  # None means True over a base
-        value = not Curvature(**beside).grafts
     if context not in usual:
         usual[context] = curved(**beside)
     assert acts(name, usual[context], curved(**{**beside, name: value}))
@@ -158,63 +159,85 @@ def test_an_option_acts_in_every_context_or_is_refused(context, name, usual):
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ({"power": 1.0}, "power"),
-        ({"base_rank": 8}, "base_rank"),
-        ({"form": "plain", "rank": 2}, "rank"),
-        ({"form": "plain", "relative_damping": False}, "relative_damping"),
-        ({"form": "plain", "power": 1.0}, "power"),
-        ({"base": "kronecker", "rank": 0, "sketch": ROWS}, "sketch"),
-        (
-            {"base": "kronecker", "rank": 0, "form": "explicit", "decay": 0},
-            "form",
-        ),
-        (
-            {"base": "kronecker", "rank": 0, "form": "implicit", "decay": 0},
-            "form",
-        ),
+        ({"form": "explicit", "rank": 2}, "rank"),
+        ({"threshold": 5}, "threshold"),
+        ({"base": None, "threshold": 5}, "threshold"),
+        ({"base": None, "form": "implicit", "threshold": 5}, "threshold"),
+        ({"decay": 0, "threshold": 5}, "threshold"),
+        ({"implicit_sketch": ROWS}, "implicit_sketch"),
+        ({"base": None, "implicit_sketch": ROWS}, "implicit_sketch"),
+        ({"form": "merged", "implicit_sketch": ROWS}, "implicit_sketch"),
     ],
     ids=str,
 )
 def test_what_would_do_nothing_is_refused(given, name):
-    with pytest.raises(ValueError, match=f"^Curvature: .*leave out {name},"):
+    words = f"^Curvature: {name} does nothing here, since .*; leave it out"
+    with pytest.raises(ValueError, match=words):
         Curvature(**given)
 
 
-def test_a_refused_option_is_named_once_for_all():
-    with pytest.raises(
-        ValueError, match="leave out power, base_rank, or use base="
-    ):
-        Curvature(power=1.0, base_rank=8)
+KRONECKER: dict[str, object] = {
+    "power": 1.0,
+    "rank": 2,
+    "floor": 0.5,
+    "decay": 0.3,
+    "damp": "tikhonov",
+}
 
 
-PAPER = {"curvature": Curvature(relative_damping=False), "damping": 0.5}
-SENG: dict[str, tuple[object, dict[str, object]]] = {
+def test_every_option_of_kronecker_has_a_case():
+    assert {f.name for f in fields(Kronecker)} == set(KRONECKER)
+
+
+@pytest.mark.parametrize("name", KRONECKER)
+def test_an_option_of_kronecker_acts_as_a_base_or_is_refused(name):
+    given = {name: KRONECKER[name]}
+    found = curved(base=Kronecker(**given))
+    assert isinstance(found, Tensor) or name == "damp", found
+    assert acts(name, curved(), found)
+
+
+PAPER = {
+    "curvature": Curvature(base=None, relative_damping=False),
+    "damping": 0.5,
+}
+LAM = {"curvature": Curvature(base=None)}
+RECIPE: dict[str, tuple[object, dict[str, object]]] = {
     "lr": (0.02, {}),
+    "recipe": ("muon", {}),
     "momentum": (0.5, {}),
     "nesterov": (True, {}),
     "weight_decay": (0.1, {}),
-    "damping": (0.5, {}),
+    "eps": (1.0, {"recipe": "muon"}),
     "refresh_every": (2, {}),
-    "curvature": (Curvature(), {}),
-    "units": ("paper", PAPER),
-    "strategy": ("lagged", {"curvature": Curvature()}),
     "maximize": (True, {}),
-    "orthogonal": (True, {}),
+}
+SENG: dict[str, tuple[object, dict[str, object]]] = {
+    **RECIPE,
+    "damping": (0.5, {}),
+    "curvature": (Curvature(base=None), {}),
+    "strategy": ("lagged", LAM),
 }
 KFAC: dict[str, tuple[object, dict[str, object]]] = {
-    "lr": (0.02, {}),
-    "momentum": (0.5, {}),
-    "nesterov": (True, {}),
-    "weight_decay": (0.1, {}),
-    "damping": (0.5, {}),
-    "refresh_every": (2, {}),
+    **RECIPE,
+    "power": (1.0, {}),
+    "rank": (2, {}),
+    "floor": (0.5, {}),
     "decay": (0.3, {}),
-    "maximize": (True, {}),
+    "damp": ("tikhonov", {}),
+    "damping": (0.5, {"damp": "tikhonov"}),
 }
 OPTIMIZERS = {seng.SENG: SENG, seng.KFAC: KFAC}
 ELSEWHERE = {
-    seng.SENG: {"params", "module", "strict"},
-    seng.KFAC: {"params", "module"},
+    seng.SENG: {"params", "module", "strict", "betas", "sample_dim"},
+    seng.KFAC: {
+        "params",
+        "module",
+        "strict",
+        "strategy",
+        "betas",
+        "sample_dim",
+    },
 }
 
 
@@ -236,6 +259,30 @@ def test_an_option_of_an_optimizer_acts(kind, name):
     found = trained(kind, **beside, **{name: value})
     assert isinstance(found, Tensor), found
     assert acts(name, trained(kind, **beside), found)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_dimension_of_the_samples_acts(kind):
+    """A batch of sequences, time first or samples first."""
+
+    def moved(sample_dim):
+        torch.manual_seed(0)
+        layer = nn.LayerNorm(3)  # whose u² is no sum over positions
+        opt = kind(layer, lr=1.0, sample_dim=sample_dim)
+        x = torch.randn(5, 7, 3)
+        (layer(x).square() * x).mean().backward()
+        opt.step()
+        return weights(layer)
+
+    assert acts("sample_dim", moved(0), moved(1))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("betas", [(0.5, 0.9), (0.9, 0.5)])
+def test_options_of_another_recipe_are_refused_by_name(kind, betas):
+    for name, value in {"betas": betas, "eps": 1.0}.items():
+        refused = trained(kind, **{name: value})
+        assert isinstance(refused, str) and f"no option {name} " in refused
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
