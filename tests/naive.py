@@ -54,6 +54,13 @@ def fisher(u: Tensor) -> Tensor:
     return u.T @ u / u.shape[0]
 
 
+def covariance(u: Tensor, samples: int | None = None) -> Tensor:
+    """M̄ = (1/ϱ) Σ u_i u_iᵀ − ūūᵀ, ū = (1/ϱ) Σ u_i; of ϱ `samples` those without a u_i count as zeros."""
+    count = samples or u.shape[0]
+    mean = u.sum(0) / count
+    return u.T @ u / count - torch.outer(mean, mean)
+
+
 def dense_direction(M: Tensor, g: Tensor, damping: float) -> Tensor:
     """(M + λI)⁻¹g by a dense solve."""
     return torch.linalg.solve(
@@ -130,14 +137,19 @@ def kronecker_metric(
 
 
 def diagonal_metric(v: Tensor, power: float, floor: float) -> Tensor:
-    """diag(v)^p in the same way."""
-    e = v.clamp_min(floor * float(v.mean())) ** power
+    """diag(v)^p; it has no two sides: v counts as at least floor² of its mean."""
+    e = v.clamp_min(floor**2 * float(v.mean())) ** power
     return torch.diag(e / e.mean())
 
 
-def based_direction(M: Tensor, P: Tensor, g: Tensor, damping: float) -> Tensor:
-    """λ(M + λP)⁻¹g by a dense solve, λ relative to the largest eigenvalue of P^{-½}MP^{-½}."""
-    lam = damping * float(
-        torch.linalg.eigvals(torch.linalg.solve(P, M)).real.max()
-    )
-    return lam * torch.linalg.solve(M + lam * P, g)
+def as_long_as(g: Tensor, d: Tensor) -> Tensor:
+    return d * (g.norm() / d.norm())
+
+
+def based_direction(
+    M: Tensor, P: Tensor, g: Tensor, damping: float, relative: bool = True
+) -> Tensor:
+    """λ(M + λP)⁻¹g by a dense solve, as long as g; λ relative to the largest eigenvalue of P⁻¹M."""
+    top = torch.linalg.eigvals(torch.linalg.solve(P, M)).real.max()
+    lam = damping * float(top) if relative else damping
+    return as_long_as(g, torch.linalg.solve(M + lam * P, g))
