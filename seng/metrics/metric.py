@@ -96,6 +96,9 @@ class Plan:
     form: str  # explicit, implicit, lookup, merged, or a metric's own
     rank: int
     why: str
+    roots: int = (
+        0  # of samples' weights, kept beside what is not centred itself
+    )
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -124,7 +127,7 @@ class Plan:
             r_A = min(d.base_rank, n_A)
             vectors = n_G * r_G + n_A * r_A
             of_base = h * (vectors + 2 * (r_G + r_A) + 3) + 2
-        return count * size * itemsize + of_base * d.itemsize
+        return count * size * itemsize + of_base * d.itemsize + 8 * self.roots
 
     @property
     def flops(self) -> int:
@@ -195,14 +198,20 @@ def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
         d = replace(d, samples=min(d.samples, c.samples))
     form, rank, why = _form(d, c, pooled)
     if c.base is None:
-        return Plan(d, form, rank, why)
+        return Plan(d, form, rank, why, _roots(d, form, c))
     d = d.based(c.base.rank)
     # In the coordinates of P, factors may be no fewer numbers than columns.
     shrinks = d.factored and d.sides * min(rank, d.kappa) < d.n
     if form == "implicit" and not shrinks:
         form = "explicit"
         why = f"{why}; as columns, since a {d.base} base leaves no smaller factors"
-    return Plan(d, form, rank, why)
+    return Plan(d, form, rank, why, _roots(d, form, c))
+
+
+def _roots(d: Dims, form: str, c: Curvature) -> int:
+    """How many roots of weights a centred layer keeps; columns are centred themselves."""
+    kept = c.centres and form in ("implicit", "lookup")
+    return d.samples if kept else 0
 
 
 def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
@@ -279,7 +288,8 @@ def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
         form = paper_form(d, c.threshold)[0] if auto else c.form
         rank = max(c.rank, d.kappa) if auto else c.rank
         why = "all samples of the whole network"
-        plans.append(Plan(d, d.own or form, rank, why))
+        form = d.own or form
+        plans.append(Plan(d, form, rank, why, _roots(d, form, c)))
     return plans
 
 
