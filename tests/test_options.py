@@ -321,6 +321,254 @@ def test_strict_refuses_what_takes_the_plain_gradient():
     )
 
 
+# What is refused
+
+
+P = Kronecker()
+NO_CURVATURE: list[tuple[dict[str, object], str]] = [
+    ({"form": "plain"}, "unknown form 'plain'; use one of 'auto', "),
+    ({"form": "lookup"}, "unknown form 'lookup'"),
+    ({"form": None}, "unknown form None"),
+    ({"combine": "both"}, "unknown combine 'both'; use one of 'exact', "),
+    ({"fisher": "true"}, "unknown fisher 'true'; use one of 'empirical', "),
+    ({"blocks": "row"}, "unknown blocks 'row'; use one of 'layer', "),
+    ({"loss": "hinge"}, "unknown loss 'hinge'; use one of None, 'squares', "),
+    ({"loss": "squares"}, "loss='squares' is what fisher='gauss-newton' or"),
+    ({"relative_damping": 1}, "unknown relative_damping 1; use one of True"),
+    ({"centred": 1}, "unknown centred 1; use one of None, True, False"),
+    ({"centred": "yes"}, "unknown centred 'yes'"),
+    *(
+        (
+            {name: value},
+            f"{name} must be an integer of at least 1, not {value}",
+        )
+        for name in ("rank", "samples", "threshold")
+        for value in (0, -3, 2.5, True)
+    ),
+    *(
+        ({name: 9}, f"{name} is None or one of seng.sketch, such as Rows(256)")
+        for name in ("sketch", "implicit_sketch")
+    ),
+    *(
+        ({"decay": value}, f"decay must lie in [0, 1), not {value!r}")
+        for value in (1, -0.1, True, "much", float("nan"))
+    ),
+    *(
+        ({"memory": value}, "memory is bytes (an int) or a fraction in (0, 1]")
+        for value in (0, -3, 1.5, 0.0, True, "1 GB")
+    ),
+    ({"base": "kronecker"}, "base is None (I) or a seng.Kronecker, not 'kron"),
+    ({"base": True}, "base is None (I) or a seng.Kronecker, not True"),
+    (
+        {"base": Kronecker(damp="tikhonov")},
+        "base.damp='tikhonov' has no Kronecker base; give base=None with it",
+    ),
+    (
+        {"blocks": "network"},
+        "blocks='network' has no Kronecker base; give base=None with it",
+    ),
+    (
+        {"combine": "independent"},
+        "combine='independent' has no Kronecker base; give base=None with it",
+    ),
+    *(
+        (
+            {"form": form, "sketch": ROWS},
+            f"form='{form}' with sketch has no Kronecker base; give base=None",
+        )
+        for form in ("explicit", "implicit")
+    ),
+    (
+        {"form": "implicit", "implicit_sketch": ROWS},
+        "form='implicit' with implicit_sketch has no Kronecker base",
+    ),
+    *(
+        (
+            {"centred": True, "fisher": fisher},
+            f"fisher='{fisher}' has no centred form; leave centred out",
+        )
+        for fisher in ("sampled", "gauss-newton")
+    ),
+    (
+        {"centred": True, "combine": "independent", "base": None},
+        "combine='independent' has no centred form; leave centred out",
+    ),
+    *(
+        (
+            {"form": form, "decay": 0.8},
+            f"only the merged form can accumulate curvature; with form='{form}' use decay=0",
+        )
+        for form in ("explicit", "implicit")
+    ),
+    *(
+        (
+            {"base": None, "combine": "independent", **given},
+            "combine='independent' (eq. 23) is the implicit form's",
+        )
+        for given in ({"form": "explicit"}, {"form": "merged"}, {"decay": 0.5})
+    ),
+    (
+        {"base": None, "combine": "independent", "blocks": "network"},
+        "combine='independent' (eq. 23) is made layer by layer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), NO_CURVATURE, ids=str)
+def test_curvature_refuses_with_the_reason(given, said):
+    with pytest.raises((ValueError, TypeError), match="^Curvature: ") as error:
+        Curvature(**given)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["graft", "power", "base_rank", "traffic"])
+def test_fields_that_are_gone_are_unknown(name):
+    with pytest.raises(
+        TypeError, match=f"unexpected keyword argument '{name}'"
+    ):
+        Curvature(**{name: None})
+
+
+@pytest.mark.parametrize("name", ["units", "orthogonal"])
+def test_options_that_are_gone_are_unknown(name):
+    for kind in OPTIMIZERS:
+        with pytest.raises(
+            TypeError, match=f"unexpected keyword argument '{name}'"
+        ):
+            kind(Network(), **{name: True})
+
+
+NO_OPTIMIZER: list[tuple[dict[str, object], str]] = [
+    ({"recipe": "adam"}, "unknown recipe 'adam'; use one of 'sgd', "),
+    ({"recipe": 3}, "unknown recipe 3; use one of"),
+    *(
+        ({name: value}, f"{name} must be at least 0, not {value!r}")
+        for name in ("lr", "momentum", "weight_decay")
+        for value in (-1, float("nan"))
+    ),
+    *(
+        ({name: "fast"}, f"{name} is a number, not 'fast'")
+        for name in ("lr", "momentum", "weight_decay")
+    ),
+    ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+    ({"nesterov": True, "momentum": 0.0}, "nesterov needs a momentum above 0"),
+    *(
+        (
+            {"refresh_every": value},
+            "refresh_every is a number of steps, at least 1",
+        )
+        for value in (0, -2, 2.5, True, None)
+    ),
+    *(
+        (
+            {"sample_dim": value},
+            "sample_dim is the dimension of the samples, 0 or",
+        )
+        for value in (-1, 1.5, True, None)
+    ),
+    ({"strategy": "ring"}, "unknown strategy 'ring'; there are 'local'"),
+    (
+        {"recipe": "muon", "strategy": "lagged"},
+        "recipe='muon' works on whole matrices of this step: it does not run with strategy='lagged'",
+    ),
+    ({"module": nn.Linear(2, 2)}, "module=… is another: give one of them"),
+    ({"betas": (0.9, 0.9)}, "has no option betas with this recipe"),
+    ({"eps": 1e-8}, "has no option eps with this recipe"),
+]
+ABSOLUTE = Curvature(base=None, relative_damping=False)
+OF_SENG: list[tuple[dict[str, object], str]] = [
+    *(
+        ({"damping": value}, f"damping is λ, a number above 0, not {value!r}")
+        for value in (0, -0.1, float("nan"))
+    ),
+    ({"damping": "much"}, "damping is a number, not 'much'"),
+    (
+        {"curvature": "kronecker"},
+        "curvature is a seng.Curvature, not 'kronecker'",
+    ),
+    ({"curvature": P}, "curvature is a seng.Curvature, not Kronecker("),
+    *(
+        (
+            {"recipe": "paper", "curvature": curvature},
+            "divides by one λ for all layers",
+        )
+        for curvature in (
+            None,
+            Curvature(base=None),
+            Curvature(relative_damping=False),
+        )
+    ),
+    ({"strategy": "lagged"}, "strategy='lagged' has no Kronecker base"),
+]
+OF_KFAC: list[tuple[dict[str, object], str]] = [
+    (
+        {"damping": 0.1},
+        "damp='floor' is damped by its floor; leave out damping",
+    ),
+    (
+        {"damp": "tikhonov", "damping": 0},
+        "damping is λ, a number above 0, not 0",
+    ),
+    *(
+        (
+            {"recipe": "paper", "damp": damp},
+            "KFAC: recipe='paper' divides by the λ",
+        )
+        for damp in ("floor", "tikhonov")
+    ),
+    (
+        {"strategy": "lagged"},
+        "strategy='lagged' averages what each rank makes of its own samples",
+    ),
+]
+REFUSALS = [
+    *((kind, *case) for kind in OPTIMIZERS for case in NO_OPTIMIZER),
+    *((seng.SENG, *case) for case in OF_SENG),
+    *((seng.KFAC, *case) for case in OF_KFAC),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "said"), REFUSALS, ids=str)
+def test_an_optimizer_refuses_with_the_reason(kind, given, said):
+    with pytest.raises((ValueError, TypeError)) as error:
+        kind(Network(), **given)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", sorted(OPTIMIZERS[seng.SENG].keys() | KRONECKER.keys())
+)
+def test_groups_take_the_options_of_groups_alone(name, kind):
+    """All others are refused, or would be read by nobody."""
+    model = Network()
+    of_groups = seng.SENG(model).defaults.keys() | {"eps"}
+    if name in of_groups:
+        return
+    group = {"params": list(model.parameters()), name: None}
+    with pytest.raises(
+        ValueError, match=f"^{name} holds for the whole optimizer: give it to"
+    ):
+        kind([group], module=model)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_strict_needs_a_module(kind):
+    with pytest.raises(ValueError, match="strict=True: no module was given"):
+        kind(Network().parameters(), strict=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"recipe": "paper", "curvature": ABSOLUTE},
+        {"strategy": "lagged", **LAM},
+    ],
+)
+def test_what_the_refusals_recommend_is_taken(given):
+    assert isinstance(trained(seng.SENG, **given), Tensor)
+
+
 FIT: dict[str, tuple[object, dict[str, object]]] = {
     "damping": (0.1, {}),
     "adapt": (False, {"acceleration": False}),
