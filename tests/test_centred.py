@@ -309,7 +309,7 @@ def test_averages_mix_covariances_each_about_its_own_mean(
 # Precision
 
 
-def far_from_zero(ratio: float, samples: int = 12, kappa: int = 3) -> Implicit:
+def far_from_zero(ratio: float, kappa: int, samples: int = 12) -> Implicit:
     """Float32 factors of per-sample gradients G_i A_iᵀ whose spread is `ratio` times smaller than their mean."""
 
     def about(n: int) -> Tensor:
@@ -320,14 +320,17 @@ def far_from_zero(ratio: float, samples: int = 12, kappa: int = 3) -> Implicit:
     return Implicit(about(5), about(6)).scaled(samples**-0.5)
 
 
+# One position: the Gram is made of factors; three: of columns.
+@pytest.mark.parametrize("kappa", [1, 3])
 @pytest.mark.parametrize("ratio", [10, 100, 1000])
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
 @each_base
 def test_float32_keeps_the_spread_beside_a_large_mean(
-    base: float | None, form: str, ratio: int
+    base: float | None, form: str, ratio: int, kappa: int
 ) -> None:
     """An uncentred Gram in float32 loses 5 % of it at 100, and turns indefinite at 1000."""
-    U = far_from_zero(ratio)
+    U = far_from_zero(ratio, kappa)
+    assert U.by_columns == (kappa == 3)
     c = curvature_of(form, base)
     single, double = (low_rank(V, c) for V in (U, U.to(torch.float64)))
     assert single.gram.dtype == torch.float32
@@ -393,6 +396,19 @@ def test_without_spread_there_is_no_curvature(
         assert torch.equal(p, q)
     for entry in opt.diagnostics().values():
         assert entry["top_eigenvalue"] == 0 and entry["solves_failed"] == 0
+
+
+@pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
+@pytest.mark.parametrize("kappa", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_rounding_of_large_samples_without_spread_is_no_curvature(
+    dtype: torch.dtype, kappa: int, form: str
+) -> None:
+    G, A = (1e6 * torch.randn(1, 1, n, kappa, dtype=dtype) for n in (5, 6))
+    U = Implicit(G.expand(12, -1, -1, -1), A.expand(12, -1, -1, -1))
+    state = low_rank(U.scaled(12**-0.5), curvature_of(form, None))
+    g = torch.randn(U.n, dtype=dtype)
+    assert float(state.top) == 0 and torch.equal(state.at(0.1)(g), g)
 
 
 @each_base
