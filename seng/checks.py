@@ -16,7 +16,11 @@ GLOBAL = (
     "strategy",
     "sample_dim",
     "strict",
+    "power",
+    "rank",
+    "floor",
     "decay",
+    "damp",
 )
 # Of param groups, in the order of the recipes' signatures.
 OF_RECIPES = (

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from seng.layers.sites import Site
+
 
 def loss_of(out: Tensor, target: Tensor) -> Tensor:
     """A mean loss over samples whose gradient differs from sample to sample."""
@@ -52,6 +54,13 @@ def per_sample_gradients(
 def fisher(u: Tensor) -> Tensor:
     """M = (1/ϱ) Σ u_i u_iᵀ (eq. 2)."""
     return u.T @ u / u.shape[0]
+
+
+def covariance(u: Tensor, samples: int | None = None) -> Tensor:
+    """M̄ = (1/ϱ) Σ u_i u_iᵀ − ūūᵀ, ū = (1/ϱ) Σ u_i; of ϱ `samples` those without a u_i count as zeros."""
+    count = samples or u.shape[0]
+    mean = u.sum(0) / count
+    return u.T @ u / count - torch.outer(mean, mean)
 
 
 def dense_direction(M: Tensor, g: Tensor, damping: float) -> Tensor:
@@ -130,14 +139,96 @@ def kronecker_metric(
 
 
 def diagonal_metric(v: Tensor, power: float, floor: float) -> Tensor:
-    """diag(v)^p in the same way."""
-    e = v.clamp_min(floor * float(v.mean())) ** power
+    """diag(v)^p; it has no two sides: v counts as at least floor² of its mean."""
+    e = v.clamp_min(floor**2 * float(v.mean())) ** power
     return torch.diag(e / e.mean())
 
 
-def based_direction(M: Tensor, P: Tensor, g: Tensor, damping: float) -> Tensor:
-    """λ(M + λP)⁻¹g by a dense solve, λ relative to the largest eigenvalue of P^{-½}MP^{-½}."""
-    lam = damping * float(
-        torch.linalg.eigvals(torch.linalg.solve(P, M)).real.max()
+def as_long_as(g: Tensor, d: Tensor) -> Tensor:
+    return d * (g.norm() / d.norm())
+
+
+def based_direction(
+    M: Tensor, P: Tensor, g: Tensor, damping: float, relative: bool = True
+) -> Tensor:
+    """λ(M + λP)⁻¹g by a dense solve, as long as g; λ relative to the largest eigenvalue of P⁻¹M."""
+    top = torch.linalg.eigvals(torch.linalg.solve(P, M)).real.max()
+    lam = damping * float(top) if relative else damping
+    return as_long_as(g, torch.linalg.solve(M + lam * P, g))
+
+
+def about_mean(U: Tensor, s: Tensor) -> Tensor:
+    """Ū = U(I − ssᵀ)^½ of columns √w_i·u_i with s_i = √w_i, by the eigenvalues of I − ssᵀ."""
+    e, V = torch.linalg.eigh(
+        torch.eye(len(s), dtype=U.dtype) - torch.outer(s, s)
     )
-    return lam * torch.linalg.solve(M + lam * P, g)
+    e = torch.where(e > 1e-12, e, 0)  # whose root would be no rounding
+    return U @ V @ e.sqrt().diag() @ V.T
+
+
+def as_block(layer: nn.Module, site: Site, rows: Tensor) -> Tensor:
+    """Gradients of all parameters (N, n), one after the other -> in the order that the block has (N, n)."""
+    params = list(layer.parameters())
+    pieces = [
+        dict(zip(params, row.split([p.numel() for p in params]), strict=True))
+        for row in rows
+    ]
+    return torch.stack(
+        [
+            site.gather(
+                site.active(),
+                {p: t.view_as(p) for p, t in one.items()},
+                rows.dtype,
+            )
+            for one in pieces
+        ]
+    )
+
+
+def second_moments(
+    layer: nn.Module, site: Site, x: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    """C_A and C_G, up to a factor, of any layer whose outputs are a·w, each at its position: the gradient of an output is a."""
+    h, n_G, n_A = site.shape(site.active())
+
+    def features_second(t: Tensor) -> Tensor:
+        return (
+            t.movedim(-1, 1) if isinstance(layer, nn.Linear) else t
+        ).reshape(len(t), h, n_G, -1)
+
+    out = layer(x)
+    (g,) = torch.autograd.grad(loss_of(out, target), out, retain_graph=True)
+    G = features_second(g).permute(1, 2, 0, 3).flatten(2)  # (h, n_G, N)
+    A = []
+    for group in range(h):
+        first = features_second(out)[:, group, 0].reshape(-1)  # (N,)
+        each = torch.eye(len(first))
+        rows = torch.autograd.grad(
+            first,
+            list(layer.parameters()),
+            each,
+            retain_graph=True,
+            is_grads_batched=True,
+        )
+        A.append(
+            as_block(layer, site, torch.cat([r.flatten(1) for r in rows], 1))
+            .view(-1, h, n_G, n_A)[:, group, 0]
+            .mT
+        )
+    return torch.stack([a @ a.mT for a in A]), G @ G.mT
+
+
+def metric(
+    layer: nn.Module,
+    site: Site,
+    x: Tensor,
+    target: Tensor,
+    power: float = 0.5,
+    floor: float = 0.1,
+) -> Tensor:
+    """P of one batch."""
+    if site.factored:
+        moments = second_moments(layer, site, x, target)
+        return kronecker_metric(*moments, power, floor)
+    u = as_block(layer, site, per_sample_gradients(layer, x, target))
+    return diagonal_metric(u.square().mean(0), power, floor)

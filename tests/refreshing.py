@@ -11,6 +11,14 @@ from seng.metrics.low_rank import LowRank
 from seng.metrics.metric import Dims, LayerRefresh, Plan
 
 
+def uncentred(form: Any = "auto", **given: Any) -> Curvature:
+    """UUᵀ of all samples over λI, as the paper has it."""
+    options = {"base": None, "centred": False, "samples": None} | given
+    if form == "explicit":  # it keeps every column
+        options.pop("rank", None)
+    return Curvature(form, **options)
+
+
 def planned(U: Operator, form: str, rank: int) -> Plan:
     """A plan of a layer that has this U."""
     dims = Dims("layer", U.shape, U.kappa, U.samples, None, U.dtype.itemsize)
@@ -31,6 +39,7 @@ def layer_refresh(
         samples=U.samples,
         positions=U.samples * U.kappa,
         counts=[U.samples],
+        totals=[U.samples],
         previous=previous,
         damping=1.0,
         precision=U.dtype,

@@ -2,17 +2,19 @@
 
 import copy
 import math
+from typing import Any
 
 import naive
 import pytest
 import torch
+from refreshing import uncentred
 from torch import Tensor, nn
 
 import seng
 from seng.distributed.team import ALONE
 from seng.linalg.implicit import Implicit, Windows
 from seng.linalg.sketch import IDENTITY
-from seng.metrics.factor import FLOOR, Factor, Moment, updated
+from seng.metrics.factor import Factor, Moment, updated
 from seng.metrics.kronecker import (
     DiagonalState,
     Kronecker,
@@ -58,7 +60,7 @@ def batch(
 def moments(
     layer: nn.Module, x: Tensor, target: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    """M and what P is made of, which is C_A and C_G or E u², on one batch; and the gradient."""
+    """M̄ and what P is made of, which is C_A and C_G or E u², on one batch; and the gradient."""
     out = layer(x)
     loss = naive.loss_of(out, target)
     (g,) = torch.autograd.grad(loss, out, retain_graph=True)
@@ -66,30 +68,40 @@ def moments(
     grads = naive.flat(torch.autograd.grad(loss, list(layer.parameters())))
     grad = together(layer, grads[None])[0]
     if not factored(layer):
-        return [naive.fisher(u), u.square().mean(0)], grad
+        return [naive.covariance(u), u.square().mean(0)], grad
     A, G = naive.sides(layer, x, len(x) * g)
-    return [naive.fisher(u), A.mT @ A / len(x), G.mT @ G / len(x)], grad
+    return [naive.covariance(u), A.mT @ A / len(x), G.mT @ G / len(x)], grad
 
 
-def metric(seen: list[Tensor], power: float, least: float = 0.0) -> Tensor:
-    """P, dense; `least`: the λ that bounds a P that is alone."""
+def metric(seen: list[Tensor], power: float, floor: float = 0.1) -> Tensor:
+    """P, dense."""
     if len(seen) == 3:
-        _, C_A, C_G = seen
-        return naive.kronecker_metric(C_A, C_G, power, max(FLOOR, least**0.5))
-    return naive.diagonal_metric(seen[1], power, max(FLOOR, least))
+        return naive.kronecker_metric(*seen[1:], power, floor)
+    return naive.diagonal_metric(seen[1], power, floor)
 
 
-def eigenvalues(seen: list[Tensor]) -> tuple[Tensor, float]:
-    """Those of C before any power, and the mean that a relative damping is in units of."""
+def eigenvalues(seen: list[Tensor]) -> Tensor:
+    """Those of C before any power."""
     if len(seen) == 2:
-        return seen[1], float(seen[1].mean())
+        return seen[1]
     _, C_A, C_G = seen
     sides = zip(C_G, C_A, strict=True)
-    e = torch.cat(
+    return torch.cat(
         [torch.kron(*map(torch.linalg.eigvalsh, pair)) for pair in sides]
     )
-    means = (C.diagonal(dim1=1, dim2=2).mean() for C in (C_A, C_G))
-    return e, math.prod(map(float, means))
+
+
+def anew(**given: Any) -> seng.Kronecker:
+    """All of C, from the last refresh alone."""
+    return seng.Kronecker(**{"rank": 1000, "decay": 0} | given)
+
+
+def exact(form: Any = "auto", **given: Any) -> seng.Curvature:
+    """All of Ū, from the last refresh alone, over a base that is so too."""
+    options = {"base": anew(), "rank": 1000, "decay": 0} | given
+    if form == "explicit":  # it keeps every column
+        options.pop("rank")
+    return seng.Curvature(form, **options)
 
 
 def factored(layer: nn.Module) -> bool:
@@ -128,8 +140,9 @@ def step(
 
 
 def off(got: Tensor, P: Tensor, g: Tensor) -> float:
-    """How far a direction is from P⁻¹g."""
-    return naive.relative_error(got, torch.linalg.solve(P, g))
+    """How far a direction is from P⁻¹g at the length of g."""
+    want = naive.as_long_as(g, torch.linalg.solve(P, g))
+    return naive.relative_error(got, want)
 
 
 @pytest.mark.parametrize("power", [1.0, 0.5, 0.25])
@@ -141,9 +154,7 @@ def test_each_base_gives_the_dense_direction(
     make, shape = LAYERS[kind]
     layer = make().to(F64)
     x, target = batch(layer, shape, 1)
-    curvature = seng.Curvature(
-        form, base="kronecker", power=power, rank=1000, decay=0, graft=False
-    )
+    curvature = exact(form, base=anew(power=power))
     opt = seng.SENG(
         layer, lr=1.0, momentum=0.0, damping=0.03, curvature=curvature
     )
@@ -153,14 +164,13 @@ def test_each_base_gives_the_dense_direction(
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution", "grouped", "norm"])
+@pytest.mark.parametrize(("decay", "of_P"), [(0.7, 0.7), (0.7, 0), (0.3, 0.9)])
 def test_averaged_curvature_is_carried_over_to_the_new_coordinates(
-    kind: str,
+    kind: str, decay: float, of_P: float
 ) -> None:
     make, shape = LAYERS[kind]
     layer = make().to(F64)
-    curvature = seng.Curvature(
-        base="kronecker", rank=1000, decay=0.7, graft=False
-    )
+    curvature = exact(base=anew(decay=of_P), decay=decay)
     opt = seng.SENG(
         layer,
         lr=1.0,
@@ -173,56 +183,51 @@ def test_averaged_curvature_is_carried_over_to_the_new_coordinates(
     for seed in range(3):
         x, target = batch(layer, shape, seed)
         new, g = moments(layer, x, target)
+        decays = [decay, of_P, of_P]
         mean = [
-            0.7 * a + 0.3 * b for a, b in zip(mean or new, new, strict=True)
+            share * a + (1 - share) * b
+            for share, a, b in zip(decays, mean or new, new, strict=False)
         ]
         want = naive.based_direction(mean[0], metric(mean, 0.5), g, 0.03)
         assert naive.relative_error(step(opt, layer, x, target), want) < 1e-9
 
 
-@pytest.mark.parametrize("damping", [1e-6, 0.03, 2.0])
+@pytest.mark.parametrize("floor", [1e-3, 0.2, 2.0])
+@pytest.mark.parametrize("power", [1.0, 0.5])
 @pytest.mark.parametrize(
     "kind", ["convolution", "linear", "grouped", "norm", "embedding"]
 )
-def test_without_low_rank_it_is_the_inverse_of_p_bounded_by_the_damping(
-    kind: str, damping: float
+def test_kfac_is_the_inverse_of_p_whose_eigenvalues_have_a_floor(
+    kind: str, power: float, floor: float
 ) -> None:
     make, shape = LAYERS[kind]
     layer = make().to(F64)
     x, target = batch(layer, shape, 1)
-    curvature = seng.Curvature(base="kronecker", rank=0, decay=0, graft=False)
-    opt = seng.SENG(
+    opt = seng.KFAC(
         layer,
         1.0,
         momentum=0.0,
-        damping=damping,
         refresh_every=2,
-        curvature=curvature,
+        power=power,
+        rank=1000,
+        floor=floor,
+        decay=0,
     )
     seen, g = moments(layer, x, target)
-    assert (
-        off(step(opt, layer, x, target), metric(seen, 0.5, damping), g) < 1e-9
-    )
-    opt.param_groups[0]["damping"] = (
-        0.1  # acts at the next step, which is no refresh
-    )
-    assert off(step(opt, layer, x, target), metric(seen, 0.5, 0.1), g) < 1e-9
+    P = metric(seen, power, floor)
+    assert off(step(opt, layer, x, target), P, g) < 1e-9
     (numbers,) = opt.diagnostics().values()
-    e, mean = eigenvalues(seen)
+    e = eigenvalues(seen)
     assert numbers["base"] == ("kronecker" if factored(layer) else "diagonal")
     assert numbers["columns"] == 0 and numbers["solves_failed"] == 0
     assert numbers["top_eigenvalue"] == pytest.approx(float(e.max()))
-    assert numbers["damping"] == pytest.approx(0.1 * mean)
+    assert numbers["damping"] is None
     assert numbers["effective_rank"] == pytest.approx(float(e.sum() / e.max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("relative", [True, False])
-@pytest.mark.parametrize("graft", [True, False])
-def test_p_alone_with_much_damping_is_sgd(
-    graft: bool, relative: bool, dtype: torch.dtype
-) -> None:
-    """For every size of factor, whole or not, and a norm; grafted or not."""
+def test_kfac_with_a_high_floor_is_sgd(dtype: torch.dtype) -> None:
+    """For every size of factor, whole or not, and a norm."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(2, 6, 3),
@@ -232,16 +237,7 @@ def test_p_alone_with_much_damping_is_sgd(
         nn.Linear(40, 3),
     ).to(dtype)
     twin = copy.deepcopy(model)
-    curvature = seng.Curvature(
-        base="kronecker",
-        rank=0,
-        base_rank=16,
-        relative_damping=relative,
-        graft=graft,
-    )
-    opt = seng.SENG(
-        model, 0.1, damping=1e12, refresh_every=2, curvature=curvature
-    )
+    opt = seng.KFAC(model, 0.1, refresh_every=2, rank=16, floor=1e6)
     sgd = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)
     for net, optimizer in ((model, opt), (twin, sgd)):
         for seed in range(4):
@@ -259,20 +255,14 @@ def test_p_alone_with_much_damping_is_sgd(
         torch.testing.assert_close(p, q, **near)
 
 
-@pytest.mark.parametrize("relative", [True, False])
-def test_p_alone_with_much_damping_is_sgd_where_a_side_is_zero(
-    relative: bool,
-) -> None:
+def test_kfac_with_a_high_floor_is_sgd_where_a_side_is_zero() -> None:
     """The first layer behind a last one of zeros: no gradient reaches it in the first step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(F64)
     nn.init.zeros_(model[2].weight)
     twin = copy.deepcopy(model)
-    curvature = seng.Curvature(
-        base="kronecker", rank=0, relative_damping=relative, graft=False
-    )
     pairs = (
-        (model, seng.SENG(model, 0.1, damping=1e12, curvature=curvature)),
+        (model, seng.KFAC(model, 0.1, floor=1e6)),
         (twin, torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)),
     )
     x, target = torch.randn(8, 4, dtype=F64), torch.randn(8, 3, dtype=F64)
@@ -286,39 +276,12 @@ def test_p_alone_with_much_damping_is_sgd_where_a_side_is_zero(
 
 
 @pytest.mark.parametrize("kind", ["linear", "norm"])
-def test_an_absolute_damping_bounds_the_eigenvalues_themselves(
-    kind: str,
-) -> None:
+def test_much_damping_leaves_the_inverse_of_p(kind: str) -> None:
     make, shape = LAYERS[kind]
     layer = make().to(F64)
     x, target = batch(layer, shape, 1)
-    seen, g = moments(layer, x, target)
-    unit = eigenvalues(seen)[1]
-    curvature = seng.Curvature(
-        base="kronecker", rank=0, decay=0, graft=False, relative_damping=False
-    )
-    opt = seng.SENG(
-        layer, 1.0, momentum=0.0, damping=0.2 * unit, curvature=curvature
-    )
-    assert off(step(opt, layer, x, target), metric(seen, 0.5, 0.2), g) < 1e-9
-
-
-def test_much_damping_leaves_the_inverse_of_p_where_there_is_low_rank() -> (
-    None
-):
-    layer = nn.Linear(4, 3).to(F64)
-    x, target = batch(layer, (4,), 1)
-    setting = {"base": "kronecker", "decay": 0, "graft": False}
-    some, alone = (
-        seng.SENG(
-            layer,
-            1.0,
-            momentum=0.0,
-            damping=damping,
-            curvature=seng.Curvature(rank=rank, **setting),
-        )
-        for rank, damping in ((16, 1e12), (0, 1e-6))
-    )
+    some = seng.SENG(layer, 1.0, momentum=0.0, damping=1e12, curvature=exact())
+    alone = seng.KFAC(layer, 1.0, momentum=0.0, rank=1000, decay=0)
     assert (
         naive.relative_error(
             step(some, layer, x, target), step(alone, layer, x, target)
@@ -328,35 +291,29 @@ def test_much_damping_leaves_the_inverse_of_p_where_there_is_low_rank() -> (
 
 
 @pytest.mark.parametrize("kind", ["linear", "norm"])
-@pytest.mark.parametrize("curvature", [{"base": "kronecker"}, {}])
-def test_grafted_directions_have_the_length_of_the_gradient(
-    curvature: dict[str, str], kind: str
-) -> None:
+def test_directions_over_a_base_are_as_long_as_the_gradient(kind: str) -> None:
+    """Over λI they are λ(M + λI)⁻¹g, which is shorter."""
     make, shape = LAYERS[kind]
     layer = make().to(F64)
     x, target = batch(layer, shape, 1)
-    _, g = moments(layer, x, target)
-    own, plain = (
-        step(
-            seng.SENG(
-                layer,
-                1.0,
-                momentum=0.0,
-                curvature=seng.Curvature(**curvature, graft=graft),
-            ),
-            layer,
-            x,
-            target,
-        )
-        for graft in (True, False)
-    )
-    assert math.isclose(float(own.norm()), float(g.norm()), rel_tol=1e-12)
-    assert naive.relative_error(own / own.norm(), plain / plain.norm()) < 1e-12
+    seen, g = moments(layer, x, target)
+
+    def moved(curvature: seng.Curvature) -> Tensor:
+        opt = seng.SENG(layer, 1.0, momentum=0.0, curvature=curvature)
+        return step(opt, layer, x, target)
+
+    over = float(moved(exact()).norm())
+    assert math.isclose(over, float(g.norm()), rel_tol=1e-12)
+    plain = moved(exact(base=None))
+    lam = 0.1 * float(torch.linalg.eigvalsh(seen[0])[-1])
+    want = lam * naive.dense_direction(seen[0], g, lam)
+    assert naive.relative_error(plain, want) < 1e-9
+    assert plain.norm() < (1 - 1e-6) * g.norm()
 
 
 def test_a_gradient_of_zeros_stays_one() -> None:
     layer = nn.Linear(4, 3).to(F64)
-    opt = seng.SENG(layer, 1.0, curvature=seng.Curvature(base="kronecker"))
+    opt = seng.SENG(layer, 1.0)
     layer(torch.randn(5, 4, dtype=F64)).mul(0).sum().backward()
     before = layer.weight.detach().clone()
     opt.step()
@@ -372,28 +329,22 @@ def test_sketched_factors_come_closer_as_their_rank_grows() -> None:
     ) * torch.logspace(0, -2, 40, dtype=F64)
 
     def direction(rank: int) -> Tensor:
-        curvature = seng.Curvature(
-            base="kronecker", base_rank=rank, rank=1000, decay=0, graft=False
+        curvature = exact(base=anew(rank=rank), samples=None)
+        opt = seng.SENG(
+            layer, 1.0, momentum=0.0, damping=0.03, curvature=curvature
         )
-        return step(
-            seng.SENG(
-                layer, 1.0, momentum=0.0, damping=0.03, curvature=curvature
-            ),
-            layer,
-            x,
-            target,
-        )
+        return step(opt, layer, x, target)
 
-    exact = direction(61)  # the bias is one more
+    whole = direction(61)  # the bias is one more
     errors = [
-        naive.relative_error(direction(rank), exact)
+        naive.relative_error(direction(rank), whole)
         for rank in (4, 8, 16, 32, 48)
     ]
     assert (
         errors == sorted(errors, reverse=True)
         and errors[-1] < 0.06 * errors[0]
     )
-    assert naive.relative_error(direction(1000), exact) == 0
+    assert naive.relative_error(direction(1000), whole) == 0
 
 
 def update(
@@ -476,7 +427,7 @@ class TestFactor:
             for i in range(6):
                 found = update(found, X, rank, 0.9, seed=i)
             other = Factor(one, one[:, 0], 0 * one[:, 0, 0])
-            state = KroneckerState(found, other, power=0.5)
+            state = KroneckerState(found, other, power=0.5, floor=1e-3)
             return state.to_power(-0.5).rows(eye)
 
         want = root()
@@ -492,7 +443,7 @@ class TestFactor:
 
     def test_no_samples_and_no_size(self) -> None:
         found = update(None, torch.zeros(1, 6, 0, dtype=F64), 3)
-        e, _ = found.powers(0.5)  # of a C that is zero: a multiple of I
+        e, _ = found.powers(0.5, 1e-3)  # of a C that is zero: a multiple of I
         assert float(e.min()) > 0
         torch.testing.assert_close(e, e[:, :1].expand_as(e))
 
@@ -511,7 +462,9 @@ class TestFactor:
             (before, after, False),
             (update(None, bad, rank), before, False),
         ):
-            assert bool(KroneckerState(G, A, power=0.5).fine()) == fine
+            assert (
+                bool(KroneckerState(G, A, power=0.5, floor=0.1).fine()) == fine
+            )
 
     @pytest.mark.parametrize(
         "dtype", [torch.float64, torch.float32, torch.bfloat16]
@@ -594,7 +547,7 @@ def test_what_few_samples_had_counts_as_seen_and_no_more() -> None:
         found = update(found, X, 8)
         assert float(found.count) == count
         # So much noise that the floor is above the others.
-        e, _ = found.powers(0.5, noise=0.25)
+        e, _ = found.powers(0.5, 1e-3, noise=0.25)
         floor = (60 - count) / count
         assert float(e[0, -1]) == pytest.approx(floor**0.5)
         assert float(e[:, :-1].min()) >= floor**0.5
@@ -622,7 +575,9 @@ def test_the_mean_eigenvalue_is_one_over_all_groups() -> None:
     eye = torch.eye(3 * 35, dtype=F64)
     for power in (0.25, 0.5, 1.0):
         P = torch.linalg.inv(
-            KroneckerState(G, A, power=power).to_power(-1.0).rows(eye)
+            KroneckerState(G, A, power=power, floor=1e-3)
+            .to_power(-1.0)
+            .rows(eye)
         )
         torch.testing.assert_close(
             P.diagonal().mean(), torch.ones((), dtype=F64)
@@ -635,8 +590,8 @@ def states() -> list[KroneckerState | DiagonalState]:
     torch.manual_seed(0)
     A, G = (update(None, torch.randn(1, n, 20, dtype=F64), 4) for n in (7, 5))
     return [
-        KroneckerState(G, A, power=0.5),
-        DiagonalState(torch.rand(35, dtype=F64), power=0.5),
+        KroneckerState(G, A, power=0.5, floor=0.1),
+        DiagonalState(torch.rand(35, dtype=F64), power=0.5, floor=0.1),
     ]
 
 
@@ -669,10 +624,10 @@ def test_what_was_loaded_is_kept_only_if_it_is_asked_for() -> None:
         P: LowRankState(U, IDENTITY, U.gram(), torch.ones(()), True, P)
         for P in (None, kronecker, diagonal)
     }
-    identity = LowRank(seng.Curvature())
-    based = LowRank(seng.Curvature(base="kronecker"))
-    other = LowRank(seng.Curvature(base="kronecker", power=1.0))
-    alone = Kronecker(seng.Curvature(base="kronecker", rank=0))
+    identity = LowRank(uncentred())
+    based = LowRank(seng.Curvature())
+    other = LowRank(seng.Curvature(base=seng.Kronecker(power=1.0)))
+    alone = Kronecker(seng.Kronecker())
     assert identity.accepts(over[None]) is not None
     for state in (
         kronecker,
@@ -680,7 +635,7 @@ def test_what_was_loaded_is_kept_only_if_it_is_asked_for() -> None:
     ):  # the latter of a layer without factors
         assert alone.accepts(state) is not None
         assert state.fits(shape) and not state.fits((1, 5, 8))
-        assert Kronecker(other.curvature).accepts(state) is None
+        assert Kronecker(seng.Kronecker(power=1.0)).accepts(state) is None
         assert Tikhonov().accepts(state) is None
         assert based.accepts(over[state]) is not None
         assert not over[state].fits((1, 5, 8))
@@ -688,6 +643,16 @@ def test_what_was_loaded_is_kept_only_if_it_is_asked_for() -> None:
             assert refusing.accepts(over[state]) is None
         assert based.accepts(state) is None
     assert based.accepts(over[None]) is None
+
+
+def test_a_loaded_state_takes_the_floor_that_is_asked_for_now() -> None:
+    state = states()[0]
+    U = Implicit(torch.randn(2, 1, 5, 1), torch.randn(2, 1, 7, 1))
+    over = LowRankState(U, IDENTITY, U.gram(), torch.ones(()), True, state)
+    asked = seng.Kronecker(floor=0.7)
+    alone = Kronecker(asked).accepts(state)
+    based = LowRank(seng.Curvature(base=asked)).accepts(over)
+    assert alone.floor == based.P.floor == 0.7
 
 
 def test_deepcopy_goes_on_as_the_original() -> None:
@@ -702,7 +667,7 @@ def test_deepcopy_goes_on_as_the_original() -> None:
         model,
         0.1,
         refresh_every=2,
-        curvature=seng.Curvature(base="kronecker", base_rank=8),
+        curvature=seng.Curvature(base=seng.Kronecker(rank=8)),
     )
     x, target = (
         torch.randn(8, 2, 4, 4, dtype=F64),

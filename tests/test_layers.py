@@ -6,6 +6,7 @@ import naive
 import pytest
 import torch
 from conftest import Case
+from refreshing import uncentred
 from torch import nn
 from torch.nn.utils import prune
 
@@ -22,9 +23,9 @@ def step_direction(model, x, target, damping=0.3, **curvature):
         lr=1.0,
         momentum=0.0,
         damping=damping,
-        units="paper",
+        recipe="paper",
         strict=True,
-        curvature=seng.Curvature(**options),
+        curvature=uncentred(**options),
     )
     before = [p.detach().clone() for p in naive.trained(model)]
     naive.loss_of(model(x), target).backward()
@@ -103,7 +104,7 @@ def test_batch_norm_mode_is_that_of_the_forward():
         lr=1.0,
         momentum=0.0,
         damping=0.3,
-        units="paper",
+        recipe="paper",
         curvature=paper_curvature(),
     )
     before = naive.flat(layer.parameters()).clone()
@@ -123,7 +124,7 @@ def test_batch_norm_mode_is_that_of_the_forward():
 
 
 def paper_curvature(**options):
-    return seng.Curvature(
+    return uncentred(
         **({"rank": FULL, "decay": 0, "relative_damping": False} | options)
     )
 
@@ -178,7 +179,7 @@ def test_input_without_a_sample_dimension_is_one_sample(layer, x, form):
         lr=1.0,
         momentum=0.0,
         damping=0.3,
-        units="paper",
+        recipe="paper",
         curvature=paper_curvature(form=form),
     )
     before = naive.flat(layer.parameters()).clone()

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seng
-from seng import Curvature
+from seng import Curvature, Kronecker
 
 ROWS = seng.sketch.Rows(20)
-LEAVING = {"traffic"}  # options that are about to go
 # Of layers that do not fit into memory, of K-FAC's norms, of an optimizer without a module.
 pytestmark = pytest.mark.filterwarnings("ignore:seng:UserWarning")
 
@@ -87,26 +86,32 @@ def acts(name: str, usual: Tensor | str, other: Tensor | str) -> bool:
 
 # What an option is set to, and the options beside which it should act.
 CURVATURE: dict[str, tuple[object, dict[str, object]]] = {
-    "form": ("explicit", {"decay": 0, "rank": 3}),
+    "form": ("implicit", {"decay": 0, "rank": 3}),
     "samples": (5, {}),
     "rank": (2, {}),
     "sketch": (ROWS, {}),
-    "combine": ("independent", {"form": "implicit", "decay": 0}),
+    "implicit_sketch": (
+        ROWS,
+        {"base": None, "rank": 100, "decay": 0, "threshold": 1},
+    ),
+    "threshold": (1, {"base": None, "combine": "independent"}),
+    "combine": (
+        "independent",
+        {"form": "implicit", "base": None, "centred": False},
+    ),
+    "centred": (False, {}),
     "decay": (0.3, {}),
     "relative_damping": (False, {}),
     "fisher": ("sampled", {}),
-    "blocks": ("network", {}),
+    "blocks": ("network", {"base": None}),
     "memory": (1_000, {}),
     "loss": ("squares", {"fisher": "sampled"}),
-    "base": ("kronecker", {}),
-    "power": (1.0, {"base": "kronecker"}),
-    "base_rank": (2, {"base": "kronecker"}),
-    "graft": (True, {}),
+    "base": (None, {}),
 }
 
 
 def test_every_option_of_curvature_has_a_case():
-    assert {f.name for f in fields(Curvature)} - LEAVING == set(CURVATURE)
+    assert {f.name for f in fields(Curvature)} == set(CURVATURE)
 
 
 @pytest.mark.parametrize("name", CURVATURE)
@@ -118,22 +123,20 @@ def test_an_option_of_curvature_acts(name):
 
 
 CONTEXTS: dict[str, dict[str, object]] = {
-    "plain": {"form": "plain"},
-    "base alone": {"base": "kronecker", "rank": 0},
-    "low rank over a base": {"base": "kronecker"},
-    "network": {"blocks": "network"},
-    "explicit": {"form": "explicit", "decay": 0},
-    "implicit": {"form": "implicit", "decay": 0, "rank": 3},
-    "merged": {"form": "merged", "decay": 0},
-    "explicit over a base": {
+    "over a base": {"form": "auto"},
+    "over λI": {"base": None},
+    "network": {"blocks": "network", "base": None},
+    "explicit": {"form": "explicit", "base": None},
+    "implicit": {"form": "implicit", "base": None, "rank": 3},
+    "merged": {"form": "merged", "base": None, "decay": 0},
+    "explicit over a base": {"form": "explicit"},
+    "implicit over a base": {"form": "implicit", "rank": 3},
+    "explicit, network": {
         "form": "explicit",
-        "decay": 0,
-        "base": "kronecker",
+        "base": None,
+        "blocks": "network",
     },
-    "explicit, network": {"form": "explicit", "decay": 0, "blocks": "network"},
 }
-# One rank is given to a list of forms, by our tests and by `seng bench`; the explicit form keeps every sample.
-KEEPS_ALL = {(name, "rank") for name in CONTEXTS if "explicit" in name}
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +149,8 @@ def usual():
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_an_option_acts_in_every_context_or_is_refused(context, name, usual):
     beside, value = CONTEXTS[context], CURVATURE[name][0]
-    if name in beside or (context, name) in KEEPS_ALL:
+    if name in beside:
         return
-    if name == "graft":  # None means True over a base
-        value = not Curvature(**beside).grafts
     if context not in usual:
         usual[context] = curved(**beside)
     assert acts(name, usual[context], curved(**{**beside, name: value}))
@@ -158,63 +159,85 @@ def test_an_option_acts_in_every_context_or_is_refused(context, name, usual):
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ({"power": 1.0}, "power"),
-        ({"base_rank": 8}, "base_rank"),
-        ({"form": "plain", "rank": 2}, "rank"),
-        ({"form": "plain", "relative_damping": False}, "relative_damping"),
-        ({"form": "plain", "power": 1.0}, "power"),
-        ({"base": "kronecker", "rank": 0, "sketch": ROWS}, "sketch"),
-        (
-            {"base": "kronecker", "rank": 0, "form": "explicit", "decay": 0},
-            "form",
-        ),
-        (
-            {"base": "kronecker", "rank": 0, "form": "implicit", "decay": 0},
-            "form",
-        ),
+        ({"form": "explicit", "rank": 2}, "rank"),
+        ({"threshold": 5}, "threshold"),
+        ({"base": None, "threshold": 5}, "threshold"),
+        ({"base": None, "form": "implicit", "threshold": 5}, "threshold"),
+        ({"decay": 0, "threshold": 5}, "threshold"),
+        ({"implicit_sketch": ROWS}, "implicit_sketch"),
+        ({"base": None, "implicit_sketch": ROWS}, "implicit_sketch"),
+        ({"form": "merged", "implicit_sketch": ROWS}, "implicit_sketch"),
     ],
     ids=str,
 )
 def test_what_would_do_nothing_is_refused(given, name):
-    with pytest.raises(ValueError, match=f"^Curvature: .*leave out {name},"):
+    words = f"^Curvature: {name} does nothing here, since .*; leave it out"
+    with pytest.raises(ValueError, match=words):
         Curvature(**given)
 
 
-def test_a_refused_option_is_named_once_for_all():
-    with pytest.raises(
-        ValueError, match="leave out power, base_rank, or use base="
-    ):
-        Curvature(power=1.0, base_rank=8)
+KRONECKER: dict[str, object] = {
+    "power": 1.0,
+    "rank": 2,
+    "floor": 0.5,
+    "decay": 0.3,
+    "damp": "tikhonov",
+}
 
 
-PAPER = {"curvature": Curvature(relative_damping=False), "damping": 0.5}
-SENG: dict[str, tuple[object, dict[str, object]]] = {
+def test_every_option_of_kronecker_has_a_case():
+    assert {f.name for f in fields(Kronecker)} == set(KRONECKER)
+
+
+@pytest.mark.parametrize("name", KRONECKER)
+def test_an_option_of_kronecker_acts_as_a_base_or_is_refused(name):
+    given = {name: KRONECKER[name]}
+    found = curved(base=Kronecker(**given))
+    assert isinstance(found, Tensor) or name == "damp", found
+    assert acts(name, curved(), found)
+
+
+PAPER = {
+    "curvature": Curvature(base=None, relative_damping=False),
+    "damping": 0.5,
+}
+LAM = {"curvature": Curvature(base=None)}
+RECIPE: dict[str, tuple[object, dict[str, object]]] = {
     "lr": (0.02, {}),
+    "recipe": ("muon", {}),
     "momentum": (0.5, {}),
     "nesterov": (True, {}),
     "weight_decay": (0.1, {}),
-    "damping": (0.5, {}),
+    "eps": (1.0, {"recipe": "muon"}),
     "refresh_every": (2, {}),
-    "curvature": (Curvature(), {}),
-    "units": ("paper", PAPER),
-    "strategy": ("lagged", {"curvature": Curvature()}),
     "maximize": (True, {}),
-    "orthogonal": (True, {}),
+}
+SENG: dict[str, tuple[object, dict[str, object]]] = {
+    **RECIPE,
+    "damping": (0.5, {}),
+    "curvature": (Curvature(base=None), {}),
+    "strategy": ("lagged", LAM),
 }
 KFAC: dict[str, tuple[object, dict[str, object]]] = {
-    "lr": (0.02, {}),
-    "momentum": (0.5, {}),
-    "nesterov": (True, {}),
-    "weight_decay": (0.1, {}),
-    "damping": (0.5, {}),
-    "refresh_every": (2, {}),
+    **RECIPE,
+    "power": (1.0, {}),
+    "rank": (2, {}),
+    "floor": (0.5, {}),
     "decay": (0.3, {}),
-    "maximize": (True, {}),
+    "damp": ("tikhonov", {}),
+    "damping": (0.5, {"damp": "tikhonov"}),
 }
 OPTIMIZERS = {seng.SENG: SENG, seng.KFAC: KFAC}
 ELSEWHERE = {
-    seng.SENG: {"params", "module", "strict"},
-    seng.KFAC: {"params", "module"},
+    seng.SENG: {"params", "module", "strict", "betas", "sample_dim"},
+    seng.KFAC: {
+        "params",
+        "module",
+        "strict",
+        "strategy",
+        "betas",
+        "sample_dim",
+    },
 }
 
 
@@ -236,6 +259,30 @@ def test_an_option_of_an_optimizer_acts(kind, name):
     found = trained(kind, **beside, **{name: value})
     assert isinstance(found, Tensor), found
     assert acts(name, trained(kind, **beside), found)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_dimension_of_the_samples_acts(kind):
+    """A batch of sequences, time first or samples first."""
+
+    def moved(sample_dim):
+        torch.manual_seed(0)
+        layer = nn.LayerNorm(3)  # whose u² is no sum over positions
+        opt = kind(layer, lr=1.0, sample_dim=sample_dim)
+        x = torch.randn(5, 7, 3)
+        (layer(x).square() * x).mean().backward()
+        opt.step()
+        return weights(layer)
+
+    assert acts("sample_dim", moved(0), moved(1))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("betas", [(0.5, 0.9), (0.9, 0.5)])
+def test_options_of_another_recipe_are_refused_by_name(kind, betas):
+    for name, value in {"betas": betas, "eps": 1.0}.items():
+        refused = trained(kind, **{name: value})
+        assert isinstance(refused, str) and f"no option {name} " in refused
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -272,6 +319,254 @@ def test_strict_refuses_what_takes_the_plain_gradient():
         and "strict=True" in refused
         and "spare" in refused
     )
+
+
+# What is refused
+
+
+P = Kronecker()
+NO_CURVATURE: list[tuple[dict[str, object], str]] = [
+    ({"form": "plain"}, "unknown form 'plain'; use one of 'auto', "),
+    ({"form": "lookup"}, "unknown form 'lookup'"),
+    ({"form": None}, "unknown form None"),
+    ({"combine": "both"}, "unknown combine 'both'; use one of 'exact', "),
+    ({"fisher": "true"}, "unknown fisher 'true'; use one of 'empirical', "),
+    ({"blocks": "row"}, "unknown blocks 'row'; use one of 'layer', "),
+    ({"loss": "hinge"}, "unknown loss 'hinge'; use one of None, 'squares', "),
+    ({"loss": "squares"}, "loss='squares' is what fisher='gauss-newton' or"),
+    ({"relative_damping": 1}, "unknown relative_damping 1; use one of True"),
+    ({"centred": 1}, "unknown centred 1; use one of None, True, False"),
+    ({"centred": "yes"}, "unknown centred 'yes'"),
+    *(
+        (
+            {name: value},
+            f"{name} must be an integer of at least 1, not {value}",
+        )
+        for name in ("rank", "samples", "threshold")
+        for value in (0, -3, 2.5, True)
+    ),
+    *(
+        ({name: 9}, f"{name} is None or one of seng.sketch, such as Rows(256)")
+        for name in ("sketch", "implicit_sketch")
+    ),
+    *(
+        ({"decay": value}, f"decay must lie in [0, 1), not {value!r}")
+        for value in (1, -0.1, True, "much", float("nan"))
+    ),
+    *(
+        ({"memory": value}, "memory is bytes (an int) or a fraction in (0, 1]")
+        for value in (0, -3, 1.5, 0.0, True, "1 GB")
+    ),
+    ({"base": "kronecker"}, "base is None (I) or a seng.Kronecker, not 'kron"),
+    ({"base": True}, "base is None (I) or a seng.Kronecker, not True"),
+    (
+        {"base": Kronecker(damp="tikhonov")},
+        "base.damp='tikhonov' has no Kronecker base; give base=None with it",
+    ),
+    (
+        {"blocks": "network"},
+        "blocks='network' has no Kronecker base; give base=None with it",
+    ),
+    (
+        {"combine": "independent"},
+        "combine='independent' has no Kronecker base; give base=None with it",
+    ),
+    *(
+        (
+            {"form": form, "sketch": ROWS},
+            f"form='{form}' with sketch has no Kronecker base; give base=None",
+        )
+        for form in ("explicit", "implicit")
+    ),
+    (
+        {"form": "implicit", "implicit_sketch": ROWS},
+        "form='implicit' with implicit_sketch has no Kronecker base",
+    ),
+    *(
+        (
+            {"centred": True, "fisher": fisher},
+            f"fisher='{fisher}' has no centred form; leave centred out",
+        )
+        for fisher in ("sampled", "gauss-newton")
+    ),
+    (
+        {"centred": True, "combine": "independent", "base": None},
+        "combine='independent' has no centred form; leave centred out",
+    ),
+    *(
+        (
+            {"form": form, "decay": 0.8},
+            f"only the merged form can accumulate curvature; with form='{form}' use decay=0",
+        )
+        for form in ("explicit", "implicit")
+    ),
+    *(
+        (
+            {"base": None, "combine": "independent", **given},
+            "combine='independent' (eq. 23) is the implicit form's",
+        )
+        for given in ({"form": "explicit"}, {"form": "merged"}, {"decay": 0.5})
+    ),
+    (
+        {"base": None, "combine": "independent", "blocks": "network"},
+        "combine='independent' (eq. 23) is made layer by layer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), NO_CURVATURE, ids=str)
+def test_curvature_refuses_with_the_reason(given, said):
+    with pytest.raises((ValueError, TypeError), match="^Curvature: ") as error:
+        Curvature(**given)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["graft", "power", "base_rank", "traffic"])
+def test_fields_that_are_gone_are_unknown(name):
+    with pytest.raises(
+        TypeError, match=f"unexpected keyword argument '{name}'"
+    ):
+        Curvature(**{name: None})
+
+
+@pytest.mark.parametrize("name", ["units", "orthogonal"])
+def test_options_that_are_gone_are_unknown(name):
+    for kind in OPTIMIZERS:
+        with pytest.raises(
+            TypeError, match=f"unexpected keyword argument '{name}'"
+        ):
+            kind(Network(), **{name: True})
+
+
+NO_OPTIMIZER: list[tuple[dict[str, object], str]] = [
+    ({"recipe": "adam"}, "unknown recipe 'adam'; use one of 'sgd', "),
+    ({"recipe": 3}, "unknown recipe 3; use one of"),
+    *(
+        ({name: value}, f"{name} must be at least 0, not {value!r}")
+        for name in ("lr", "momentum", "weight_decay")
+        for value in (-1, float("nan"))
+    ),
+    *(
+        ({name: "fast"}, f"{name} is a number, not 'fast'")
+        for name in ("lr", "momentum", "weight_decay")
+    ),
+    ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+    ({"nesterov": True, "momentum": 0.0}, "nesterov needs a momentum above 0"),
+    *(
+        (
+            {"refresh_every": value},
+            "refresh_every is a number of steps, at least 1",
+        )
+        for value in (0, -2, 2.5, True, None)
+    ),
+    *(
+        (
+            {"sample_dim": value},
+            "sample_dim is the dimension of the samples, 0 or",
+        )
+        for value in (-1, 1.5, True, None)
+    ),
+    ({"strategy": "ring"}, "unknown strategy 'ring'; there are 'local'"),
+    (
+        {"recipe": "muon", "strategy": "lagged"},
+        "recipe='muon' works on whole matrices of this step: it does not run with strategy='lagged'",
+    ),
+    ({"module": nn.Linear(2, 2)}, "module=… is another: give one of them"),
+    ({"betas": (0.9, 0.9)}, "has no option betas with this recipe"),
+    ({"eps": 1e-8}, "has no option eps with this recipe"),
+]
+ABSOLUTE = Curvature(base=None, relative_damping=False)
+OF_SENG: list[tuple[dict[str, object], str]] = [
+    *(
+        ({"damping": value}, f"damping is λ, a number above 0, not {value!r}")
+        for value in (0, -0.1, float("nan"))
+    ),
+    ({"damping": "much"}, "damping is a number, not 'much'"),
+    (
+        {"curvature": "kronecker"},
+        "curvature is a seng.Curvature, not 'kronecker'",
+    ),
+    ({"curvature": P}, "curvature is a seng.Curvature, not Kronecker("),
+    *(
+        (
+            {"recipe": "paper", "curvature": curvature},
+            "divides by one λ for all layers",
+        )
+        for curvature in (
+            None,
+            Curvature(base=None),
+            Curvature(relative_damping=False),
+        )
+    ),
+    ({"strategy": "lagged"}, "strategy='lagged' has no Kronecker base"),
+]
+OF_KFAC: list[tuple[dict[str, object], str]] = [
+    (
+        {"damping": 0.1},
+        "damp='floor' is damped by its floor; leave out damping",
+    ),
+    (
+        {"damp": "tikhonov", "damping": 0},
+        "damping is λ, a number above 0, not 0",
+    ),
+    *(
+        (
+            {"recipe": "paper", "damp": damp},
+            "KFAC: recipe='paper' divides by the λ",
+        )
+        for damp in ("floor", "tikhonov")
+    ),
+    (
+        {"strategy": "lagged"},
+        "strategy='lagged' averages what each rank makes of its own samples",
+    ),
+]
+REFUSALS = [
+    *((kind, *case) for kind in OPTIMIZERS for case in NO_OPTIMIZER),
+    *((seng.SENG, *case) for case in OF_SENG),
+    *((seng.KFAC, *case) for case in OF_KFAC),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "said"), REFUSALS, ids=str)
+def test_an_optimizer_refuses_with_the_reason(kind, given, said):
+    with pytest.raises((ValueError, TypeError)) as error:
+        kind(Network(), **given)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", sorted(OPTIMIZERS[seng.SENG].keys() | KRONECKER.keys())
+)
+def test_groups_take_the_options_of_groups_alone(name, kind):
+    """All others are refused, or would be read by nobody."""
+    model = Network()
+    of_groups = seng.SENG(model).defaults.keys() | {"eps"}
+    if name in of_groups:
+        return
+    group = {"params": list(model.parameters()), name: None}
+    with pytest.raises(
+        ValueError, match=f"^{name} holds for the whole optimizer: give it to"
+    ):
+        kind([group], module=model)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_strict_needs_a_module(kind):
+    with pytest.raises(ValueError, match="strict=True: no module was given"):
+        kind(Network().parameters(), strict=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"recipe": "paper", "curvature": ABSOLUTE},
+        {"strategy": "lagged", **LAM},
+    ],
+)
+def test_what_the_refusals_recommend_is_taken(given):
+    assert isinstance(trained(seng.SENG, **given), Tensor)
 
 
 FIT: dict[str, tuple[object, dict[str, object]]] = {

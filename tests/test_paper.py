@@ -3,7 +3,7 @@
 import naive
 import pytest
 import torch
-from refreshing import low_rank
+from refreshing import low_rank, uncentred
 from torch import nn
 
 import seng
@@ -44,8 +44,8 @@ def g(layer):
 
 def solved(U, g, form="explicit", sketch=None, rank=1000, combine="exact"):
     """The solver at λ, and (M + λI)⁻¹g."""
-    curvature = seng.Curvature(
-        form=form,
+    curvature = uncentred(
+        form,
         sketch=sketch,
         rank=rank,
         combine=combine,
@@ -126,13 +126,13 @@ def test_eq_07_dk_is_block_diagonal():
             model, x, target, list(layer.parameters())
         )
         want.append(naive.dense_direction(naive.fisher(u), u.mean(0), LAM))
-    curvature = seng.Curvature(decay=0, relative_damping=False, rank=100)
+    curvature = uncentred(decay=0, relative_damping=False, rank=100)
     opt = seng.SENG(
         model,
         lr=1.0,
         momentum=0.0,
         damping=LAM,
-        units="paper",
+        recipe="paper",
         curvature=curvature,
     )
     before = naive.flat([p.detach().clone() for p in model.parameters()])
@@ -348,15 +348,13 @@ def test_eq_24_implicit_dir(U, g, combine):
 def test_algorithm_1_between_refreshes_keeps_U(layer):
     """k mod T ≠ 0: U stays that of the last refresh, and only the gradient is new."""
     model, x, target, u, _ = layer
-    curvature = seng.Curvature(
-        form="explicit", decay=0, relative_damping=False
-    )
+    curvature = uncentred("explicit", decay=0, relative_damping=False)
     opt = seng.SENG(
         model,
         lr=0.1,
         momentum=0.0,
         damping=LAM,
-        units="paper",
+        recipe="paper",
         refresh_every=3,
         curvature=curvature,
     )
@@ -397,22 +395,22 @@ def test_implicit_direction_error_falls_with_the_rank(U, g):
     assert errors[2] < 1e-12
 
 
-def test_both_units_agree_at_constant_damping(layer):
+def test_the_papers_recipe_and_sgds_agree_at_constant_damping(layer):
     model, x, target, _, _ = layer
     results = []
-    for units, lr, decay in (
+    for recipe, lr, decay in (
         ("paper", 0.03, 0.01),
         ("sgd", 0.03 / LAM, 0.01 * LAM),
     ):
         copy = nn.Linear(N_A, N_G, bias=False)
         copy.load_state_dict(model.state_dict())
-        curvature = seng.Curvature(decay=0, relative_damping=False, rank=100)
+        curvature = uncentred(decay=0, relative_damping=False, rank=100)
         opt = seng.SENG(
             copy,
             lr=lr,
             weight_decay=decay,
             damping=LAM,
-            units=units,
+            recipe=recipe,
             curvature=curvature,
             refresh_every=2,
         )

@@ -2,13 +2,16 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from refreshing import uncentred
 from torch import nn
 
 import seng
 from seng.lab.models import resnet50
+from seng.metrics.curvature import THRESHOLD
 from seng.metrics.metric import Dims, paper_form, plan
 from seng.tell.inspection import inspect
 
@@ -36,7 +39,7 @@ def test_explain_reproduces_table_1(explanation, case):
     }
     dims, form = TABLE_1[case]
     assert dims in found
-    assert paper_form(found[dims].dims)[0] == form
+    assert paper_form(found[dims].dims, THRESHOLD)[0] == form
 
 
 def test_explain_of_resnet50_covers_everything(explanation):
@@ -116,34 +119,29 @@ def forms(curvature, *dims):
 
 
 def test_the_rules_of_the_automatic_plan():
-    accumulate, replace = (
-        seng.Curvature(rank=16),
-        seng.Curvature(rank=16, decay=0),
-    )
+    accumulate, anew = uncentred(rank=16), uncentred(rank=16, decay=0)
     assert forms(accumulate, LARGE, SMALL, NORM, WORDS) == [
         "merged",
         "merged",
         "merged",
         "lookup",
     ]
-    assert forms(replace, LARGE, SMALL, NORM, WORDS) == [
+    assert forms(anew, LARGE, SMALL, NORM, WORDS) == [
         "merged",
         "merged",
         "explicit",
         "lookup",
     ]
-    assert forms(seng.Curvature(rank=256, decay=0), LARGE, SMALL) == [
+    assert forms(uncentred(rank=256, decay=0), LARGE, SMALL) == [
         "implicit",
         "explicit",
     ]
-    assert forms(seng.Curvature(combine="independent"), LARGE, SMALL) == [
+    assert forms(uncentred(combine="independent"), LARGE, SMALL) == [
         "implicit",
         "explicit",
     ]
     for form in ("explicit", "implicit", "merged"):
-        chosen = forms(
-            seng.Curvature(form=form, decay=0), LARGE, SMALL, NORM, WORDS
-        )
+        chosen = forms(uncentred(form, decay=0), LARGE, SMALL, NORM, WORDS)
         assert chosen == [form, form, "explicit", "lookup"]
     assert all(p.why for p in plan([LARGE, SMALL, NORM, WORDS], accumulate))
 
@@ -161,7 +159,7 @@ def test_the_planned_bytes_are_those_that_are_kept():
         {"form": "implicit", "rank": 5},
         {"form": "merged", "rank": 7, "decay": 0},
     ):
-        curvature = seng.Curvature(**options)
+        curvature = uncentred(**options)
         opt = seng.SENG(model, lr=0.1, curvature=curvature)
         model(x).square().mean().backward()
         opt.step()
@@ -175,7 +173,7 @@ def test_the_planned_bytes_are_those_that_are_kept():
 
 
 @pytest.mark.parametrize("pooled", [False, True])
-@pytest.mark.parametrize("base", ["identity", "kronecker"])
+@pytest.mark.parametrize("base", [None, seng.Kronecker()], ids=["I", "P"])
 @pytest.mark.parametrize("budget", [10**9, 10**8, 10**7, 10**6, 10])
 def test_a_budget_is_kept_or_refused_with_what_would_fit(budget, base, pooled):
     given = {"rank": 64, "base": base, "memory": budget}
@@ -192,21 +190,19 @@ def test_a_budget_is_kept_or_refused_with_what_would_fit(budget, base, pooled):
             refused.value
         )
         return
-    fitting = {
-        k: int(v)
-        for k, v in re.findall(r"(\w*rank)=(\d+)", str(refused.value))
-    }
     assert "would fit" in str(refused.value)
-    assert set(fitting) == {"rank"} | (
-        {"base_rank"} if base == "kronecker" else set()
-    )
-    chosen = plan(dims, seng.Curvature(**given | fitting), budget, pooled)
+    of_U, *of_P = map(int, re.findall(r"rank=(\d+)", str(refused.value)))
+    assert len(of_P) == (base is not None)
+
+    def with_ranks(times: int) -> seng.Curvature:
+        bases = [seng.Kronecker(rank=times * rank) for rank in of_P] or [None]
+        fitting = {"rank": times * of_U, "base": bases[0]}
+        return seng.Curvature(**given | fitting)
+
+    chosen = plan(dims, with_ranks(1), budget, pooled)
     assert sum(p.bytes for p in chosen) <= budget
-    more = {
-        name: 2 * rank for name, rank in fitting.items()
-    }  # is the most that fits
-    with pytest.raises(ValueError, match=needs):
-        plan(dims, seng.Curvature(**given | more), budget, pooled)
+    with pytest.raises(ValueError, match=needs):  # it is the most that fits
+        plan(dims, with_ranks(2), budget, pooled)
 
 
 def test_a_budget_in_the_optimizer():
@@ -214,7 +210,7 @@ def test_a_budget_in_the_optimizer():
     x = torch.randn(64, 50)
 
     def stepped(**given):
-        opt = seng.SENG(model, lr=0.1, curvature=seng.Curvature(**given))
+        opt = seng.SENG(model, lr=0.1, curvature=uncentred(**given))
         model(x).square().mean().backward()
         opt.step()
         return opt
@@ -224,7 +220,7 @@ def test_a_budget_in_the_optimizer():
     with pytest.raises(ValueError, match=refused):
         stepped(rank=32, memory=memory)
     with pytest.raises(ValueError, match=refused):
-        seng.explain(model, x, seng.Curvature(rank=32, memory=memory))
+        seng.explain(model, x, uncentred(rank=32, memory=memory))
     fitting = inspect(stepped(rank=8, memory=memory))
     assert sum(state.bytes for state in fitting.states.values()) <= memory
     assert fitting.layers[0].plan.rank == 8 and fitting.budget == memory
@@ -237,15 +233,57 @@ def test_a_budget_in_the_optimizer():
         stepped(form="explicit", memory=1000)
 
 
+def test_over_a_base_layers_are_merged_and_factors_that_are_no_smaller_are_columns():
+    curvature = seng.Curvature(decay=0)
+    assert forms(curvature, LARGE, SMALL, NORM) == [
+        "merged",
+        "merged",
+        "explicit",
+    ]
+    many = Dims("many positions", (1, 10, 20), 9, 256, None)
+    rows = replace(WORDS, factored=False)  # P is diagonal: rows stay rows
+    implicit = seng.Curvature("implicit", rank=200)
+    kept = ["implicit", "implicit", "explicit", "explicit", "lookup"]
+    assert forms(implicit, LARGE, SMALL, many, NORM, rows) == kept
+
+
+def test_a_budget_of_columns_says_what_would_fit_of_the_base():
+    dims = [Dims("layer", (1, 100, 100), 1, 8, None)]
+    (free,) = plan(dims, seng.Curvature("explicit"))
+    budget = free.bytes - 1000
+    curvature = seng.Curvature("explicit", memory=budget)
+    with pytest.raises(
+        ValueError, match=r": base=Kronecker\(rank=16\) would fit"
+    ):
+        plan(dims, curvature, budget)
+
+
+def test_the_threshold_divides_explicit_from_implicit():
+    by = {
+        threshold: forms(
+            uncentred(rank=256, decay=0, threshold=threshold), LARGE, SMALL
+        )
+        for threshold in (1, 201, 10**6, 2 * 10**6 + 1)
+    }
+    assert by == {
+        1: ["implicit", "implicit"],
+        201: ["implicit", "explicit"],
+        10**6: ["implicit", "explicit"],
+        2 * 10**6 + 1: ["explicit", "explicit"],
+    }
+
+
 def test_ranks_that_share_a_basis_have_one_width_for_all():
     dims = [
         Dims("a", (1, 64, 100), 9, 256, None),
         Dims("b", (1, 3, 4), 1, 256, None),
     ]
     dims.append(Dims("norm", (1, 1, 64), 1, 256, "explicit"))
-    shared = plan(dims, seng.Curvature(rank=128), pooled=True)
+    shared = plan(dims, uncentred(rank=128), pooled=True)
     assert [p.rank for p in shared] == [128, 12, 64]
     assert {p.form for p in shared} == {"merged"}
     assert all("the same on all ranks" in p.why for p in shared)
-    every = plan(dims, seng.Curvature("explicit"), pooled=True)
+    every = plan(dims, uncentred("explicit"), pooled=True)
     assert [p.rank for p in every] == [256, 12, 64]  # all samples of all ranks
+    some = plan(dims, seng.Curvature("explicit"), pooled=True)
+    assert [p.rank for p in some] == [64, 12, 64]  # as many as U has

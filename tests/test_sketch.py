@@ -3,9 +3,8 @@
 import naive
 import pytest
 import torch
-from refreshing import low_rank
+from refreshing import low_rank, uncentred
 
-import seng
 from seng.linalg.implicit import Implicit
 from seng.linalg.operators import Explicit
 from seng.linalg.sketch import (
@@ -130,7 +129,7 @@ def test_one_side_of_a_kronecker_sketch_may_cover_its_factor():
 
 
 def solver_of(U, form, sketch, damping, rank=1000, seed=11):
-    curvature = seng.Curvature(form=form, sketch=sketch, rank=rank, decay=0)
+    curvature = uncentred(form, sketch=sketch, rank=rank, decay=0)
     return low_rank(U, curvature, rank, seed=seed).at(damping)
 
 

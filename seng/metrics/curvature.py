@@ -203,18 +203,25 @@ class Curvature:
             raise TypeError(
                 f"Curvature: base is None (I) or a seng.Kronecker, not {base!r}"
             )
-        kept = self.form in ("explicit", "implicit")
+        sketch = self._sketched()
         alone = {
             "base.damp='tikhonov'": base.damp == "tikhonov",
             "blocks='network'": self.blocks == "network",
             "combine='independent'": self.combine == "independent",
-            f"form={self.form!r} with a sketch": kept and self.sketches,
+            f"form={self.form!r} with {sketch}": sketch is not None,
         }
         for asked, given in alone.items():
             if given:
                 raise ValueError(
                     f"Curvature: {asked} has no Kronecker base; give base=None with it"
                 )
+
+    def _sketched(self) -> str | None:
+        """The sketch of an explicit or implicit form, by name."""
+        if self.form in ("explicit", "implicit") and self.sketch is not None:
+            return "sketch"
+        own = self.form == "implicit" and self.implicit_sketch is not None
+        return "implicit_sketch" if own else None
 
     def _check_together(self) -> None:
         """Options that exclude each other, or do nothing beside the others."""

@@ -96,6 +96,9 @@ class Plan:
     form: str  # explicit, implicit, lookup, merged, or a metric's own
     rank: int
     why: str
+    roots: int = (
+        0  # of samples' weights, kept beside what is not centred itself
+    )
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -124,7 +127,7 @@ class Plan:
             r_A = min(d.base_rank, n_A)
             vectors = n_G * r_G + n_A * r_A
             of_base = h * (vectors + 2 * (r_G + r_A) + 3) + 2
-        return count * size * itemsize + of_base * d.itemsize
+        return count * size * itemsize + of_base * d.itemsize + 8 * self.roots
 
     @property
     def flops(self) -> int:
@@ -166,13 +169,18 @@ def _what_fits(
     dims: Sequence[Dims], c: Curvature, budget: int, pooled: bool
 ) -> str:
     """The largest halving of the ranks that fits, in words."""
-    while max(c.rank, c.base.rank if c.base else 1) > 1:
-        words = [f"rank={max(1, c.rank // 2)}"]
-        base = c.base
-        if base is not None:
-            base = replace(base, rank=max(1, base.rank // 2))
-            words.append(f"base=Kronecker(rank={base.rank})")
-        c = replace(c, rank=max(1, c.rank // 2), base=base)
+    of_U = 1 if c.form == "explicit" else c.rank  # that keeps every column
+    of_P = c.base.rank if c.base else 1
+    while max(of_U, of_P) > 1:
+        of_U = max(1, of_U // 2)
+        of_P = max(1, of_P // 2)
+        words = []
+        if c.form != "explicit":
+            c = replace(c, rank=of_U)
+            words.append(f"rank={of_U}")
+        if c.base is not None:
+            c = replace(c, base=replace(c.base, rank=of_P))
+            words.append(f"base=Kronecker(rank={of_P})")
         plans = _plans(dims, c, pooled)
         if sum(p.bytes for p in plans) <= budget:
             return f"{' and '.join(words)} would fit"
@@ -190,14 +198,20 @@ def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
         d = replace(d, samples=min(d.samples, c.samples))
     form, rank, why = _form(d, c, pooled)
     if c.base is None:
-        return Plan(d, form, rank, why)
+        return Plan(d, form, rank, why, _roots(d, form, c))
     d = d.based(c.base.rank)
     # In the coordinates of P, factors may be no fewer numbers than columns.
     shrinks = d.factored and d.sides * min(rank, d.kappa) < d.n
     if form == "implicit" and not shrinks:
         form = "explicit"
         why = f"{why}; as columns, since a {d.base} base leaves no smaller factors"
-    return Plan(d, form, rank, why)
+    return Plan(d, form, rank, why, _roots(d, form, c))
+
+
+def _roots(d: Dims, form: str, c: Curvature) -> int:
+    """How many roots of weights a centred layer keeps; columns are centred themselves."""
+    kept = c.centres and form in ("implicit", "lookup")
+    return d.samples if kept else 0
 
 
 def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
@@ -277,7 +291,8 @@ def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
         form = paper_form(d, c.threshold)[0] if auto else c.form
         rank = max(c.rank, d.kappa) if auto else c.rank
         why = "all samples of the whole network"
-        plans.append(Plan(d, d.own or form, rank, why))
+        form = d.own or form
+        plans.append(Plan(d, form, rank, why, _roots(d, form, c)))
     return plans
 
 

@@ -96,7 +96,7 @@ def woodbury(
         layers = zip(solvers, gs, ds, cs, fine, strict=True)
         for s, g, d, (c,), ok in layers:
             rest = g - d - s.U.mv(c / s.lam)  # of (I + UΞᵀΩ/λ) d = g
-            ok = ok & rest.isfinite().all()
+            ok = ok & rest.isfinite().all() & s.inverse.any()  # 0: no curvature
             rests.append(torch.where(ok, rest, 0))
         more, _ = _corrected(solvers, rests, pool)
         ds = [d + m for d, m in zip(ds, more, strict=True)]

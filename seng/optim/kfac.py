@@ -20,7 +20,12 @@ from seng.layers.sites import is_sharded
 from seng.metrics.choose import metric_of
 from seng.metrics.curvature import Damp, Kronecker
 from seng.optim.preconditioned import Preconditioned
-from seng.optim.settings import REFRESH_EVERY, Settings, check_common
+from seng.optim.settings import (
+    REFRESH_EVERY,
+    Settings,
+    check_common,
+    recipe_of,
+)
 
 # With lr 0.1 the best of 0.001 to 1 on digits, few seeds; lr ≈ λ/10 to λ/3.
 TIKHONOV_DAMPING = 0.3
@@ -70,6 +75,11 @@ class KFAC(Preconditioned):
         eps: float | None = None,
     ) -> None:
         asked = Kronecker(power, rank, floor, decay, damp)
+        if recipe_of(recipe).paper:
+            raise ValueError(
+                f"KFAC: recipe={recipe!r} divides by the λ of SENG over λI; use another recipe, "
+                "or SENG(model, **seng.presets.paper())"
+            )
         options = {
             "lr": lr,
             "weight_decay": weight_decay,
