@@ -31,6 +31,7 @@ def layer_refresh(
         samples=U.samples,
         positions=U.samples * U.kappa,
         counts=[U.samples],
+        totals=[U.samples],
         previous=previous,
         damping=1.0,
         precision=U.dtype,

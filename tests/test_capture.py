@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trajectories import UNCENTRED
 
 import seng
 from seng.tell.inspection import inspect
@@ -18,14 +19,14 @@ FORMS = ("explicit", "implicit", "merged", "auto")
 
 
 def optimizer(model, form="auto", samples=None, **options):
-    curvature = seng.Curvature(
-        form=form, samples=samples, rank=10**6, decay=0, relative_damping=False
-    )
+    rank = {} if form == "explicit" else {"rank": 10**6}
+    exact = {**UNCENTRED, "decay": 0, "relative_damping": False, **rank}
+    curvature = seng.Curvature(**exact | {"form": form, "samples": samples})
     defaults = {
         "lr": 1.0,
         "momentum": 0.0,
         "damping": 0.3,
-        "units": "paper",
+        "recipe": "paper",
         "curvature": curvature,
     }
     return seng.SENG(model, **(defaults | options))
@@ -908,7 +909,7 @@ def test_autocast_does_not_reach_our_own_products(where):
             lr=1.0,
             momentum=0.0,
             damping=1e-3,
-            curvature=seng.Curvature(form="explicit"),
+            curvature=seng.Curvature(**UNCENTRED, form="explicit"),
         )
         # 40 positions: the columns of U are formed inside the backward
         loss = naive.loss_of(
@@ -988,7 +989,9 @@ def test_inputs_may_be_overwritten(form, bias):
             model,
             lr=0.1,
             refresh_every=3,
-            curvature=seng.Curvature(form=form, rank=64, decay=0),
+            curvature=seng.Curvature(
+                **UNCENTRED, form=form, rank=64, decay=0
+            ),
         )
         buffer = torch.empty(3, 4)
         for _ in range(4):
@@ -1008,7 +1011,9 @@ def test_a_block_holds_no_more_than_its_samples():
     opt = seng.SENG(
         layer,
         lr=0.1,
-        curvature=seng.Curvature(form="implicit", samples=4, rank=64, decay=0),
+        curvature=seng.Curvature(
+            base=None, form="implicit", samples=4, rank=64, decay=0
+        ),
     )
     layer(torch.randn(512, 200)).square().mean().backward()
     opt.step()

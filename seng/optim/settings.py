@@ -76,16 +76,19 @@ def recipe_of(name: object) -> type[Recipe]:
 def settings_of(
     curvature: Curvature | Metric | None,
     module: nn.Module | None,
+    *,
+    recipe: str = "sgd",
     **common: Any,
 ) -> Settings:
     """Settings of an engine, checked; `common` are those of any metric."""
+    common["recipe"] = recipe
     check_common(module, **common)
     if isinstance(curvature, Metric):
         return Settings(curvature, **common)
     curvature = Curvature() if curvature is None else curvature
     if not isinstance(curvature, Curvature):
         raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
-    _check_units(curvature, recipe_of(common["recipe"]))
+    _check_units(curvature, recipe_of(recipe))
     _check_ranks(curvature, team_of(common["strategy"], module), module)
     return Settings(metric_of(curvature), **common, curvature=curvature)
 
