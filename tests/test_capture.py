@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import naive
@@ -808,9 +809,10 @@ class FunctionalTie(nn.Module):
         return nn.functional.linear(self.table(x).tanh(), self.table.weight)
 
 
-def test_a_weight_that_is_also_used_elsewhere_is_noticed():
+@pytest.mark.parametrize("build", [optimizer, seng.SENG])
+def test_a_weight_that_is_also_used_elsewhere_is_noticed(build):
     model = FunctionalTie()
-    opt = optimizer(model)
+    opt = build(model)
     naive.loss_of(
         model(torch.randint(7, (6, 4))), torch.randn(6, 4, 7)
     ).backward()
@@ -818,6 +820,16 @@ def test_a_weight_that_is_also_used_elsewhere_is_noticed():
         UserWarning,
         match="'table' do not add up to its gradient .* its weight is used outside of it",
     ):
+        opt.step()
+
+
+def test_samples_that_were_left_out_are_not_missed():
+    """Only some of a sum's terms were captured, on purpose: nothing to warn of."""
+    model = nn.Linear(3, 2)
+    opt = optimizer(model, samples=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        naive.loss_of(model(torch.randn(9, 3)), torch.randn(9, 2)).backward()
         opt.step()
 
 

@@ -30,18 +30,21 @@ SETTINGS = {
     "default": {},
     "no-momentum": {"momentum": 0.0},
     "explicit-sketched": {
-        "curvature": seng.Curvature(form="explicit", sketch=Rows(9))
+        "curvature": seng.Curvature(
+            base=None, form="explicit", sketch=Rows(9)
+        )
     },
     "implicit-sketched": {
         "curvature": seng.Curvature(
-            form="implicit", rank=2, sketch=KroneckerRows(3, 3)
+            base=None, form="implicit", rank=2, sketch=KroneckerRows(3, 3)
         )
     },
     "independent": {
         "curvature": seng.Curvature(
-            combine="independent", sketch=CountSketch(9), decay=0
+            base=None, combine="independent", sketch=CountSketch(9), decay=0
         )
     },
+    "muon": {"recipe": "muon"},
 }
 
 
@@ -320,14 +323,11 @@ def test_fields_that_are_younger_than_a_checkpoint_have_their_defaults():
     side = Factor(torch.eye(3)[None], torch.ones(1, 3), torch.zeros(1))
     P = KroneckerState(side, side, noise=0.1, power=0.5)
     U = Explicit(torch.randn(9, 4), (1, 3, 3))
-    kept = LowRankState(
-        U, Identity(), U.gram(), torch.ones(()), True, P, graft=True
-    )
+    kept = LowRankState(U, Identity(), U.gram(), torch.ones(()), True, P)
     cpu = torch.device("cpu")
     entry = pack("state", kept, cpu)
     same = unpack("state", entry, cpu, torch.float64)
-    assert (same.graft, same.P.noise, same.U.layout) == (True, 0.1, (1, 3, 3))
-    inside = entry["state:LowRankState"]
-    del inside["graft()"], inside["P:KroneckerState"]["noise()"]
+    assert (same.P.noise, same.U.layout) == (0.1, (1, 3, 3))
+    del entry["state:LowRankState"]["P:KroneckerState"]["noise()"]
     old = unpack("state", entry, cpu, torch.float64)
-    assert (old.graft, old.P.noise) == (False, 0.0)
+    assert old.P.noise == 0.0
