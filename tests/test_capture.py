@@ -1001,9 +1001,7 @@ def test_inputs_may_be_overwritten(form, bias):
             model,
             lr=0.1,
             refresh_every=3,
-            curvature=seng.Curvature(
-                **UNCENTRED, form=form, rank=64, decay=0
-            ),
+            curvature=seng.Curvature(**UNCENTRED, form=form, rank=64, decay=0),
         )
         buffer = torch.empty(3, 4)
         for _ in range(4):

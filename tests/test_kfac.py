@@ -307,9 +307,7 @@ def test_a_copy_continues_identically(how):
         torch.save(opt.state_dict(), buffer)
         buffer.seek(0)
         twin = copy.deepcopy(model)
-        resumed = seng.KFAC(
-            twin, lr=1.0, damp="tikhonov", refresh_every=3
-        )
+        resumed = seng.KFAC(twin, lr=1.0, damp="tikhonov", refresh_every=3)
         resumed.load_state_dict(torch.load(buffer, weights_only=True))
     else:
         twin, resumed = (
@@ -568,7 +566,9 @@ def test_refusals():
         seng.KFAC(net(), decay=1.0)
     with pytest.raises(ValueError, match="damping"):
         seng.KFAC(net(), damp="tikhonov", damping=0.0)
-    with pytest.raises(ValueError, match="damped by its floor; leave out damp"):
+    with pytest.raises(
+        ValueError, match="damped by its floor; leave out damp"
+    ):
         seng.KFAC(net(), damping=0.3)
     for given in ({"rank": 8}, {"floor": 0.1}):
         (name,) = given
@@ -576,7 +576,9 @@ def test_refusals():
             seng.KFAC(net(), damp="tikhonov", **given)
     with pytest.raises(ValueError, match="has power 1, not 0.5"):
         seng.KFAC(net(), damp="tikhonov", power=0.5)
-    with pytest.raises(ValueError, match="unknown damp 'relative'; use one of"):
+    with pytest.raises(
+        ValueError, match="unknown damp 'relative'; use one of"
+    ):
         seng.KFAC(net(), damp="relative")
     with pytest.raises(ValueError, match="unknown recipe 'adam'; use one of"):
         seng.KFAC(net(), recipe="adam")

@@ -30,9 +30,7 @@ SETTINGS = {
     "default": {},
     "no-momentum": {"momentum": 0.0},
     "explicit-sketched": {
-        "curvature": seng.Curvature(
-            base=None, form="explicit", sketch=Rows(9)
-        )
+        "curvature": seng.Curvature(base=None, form="explicit", sketch=Rows(9))
     },
     "implicit-sketched": {
         "curvature": seng.Curvature(

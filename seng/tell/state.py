@@ -73,7 +73,9 @@ def unpack(
             found = unpack(f.name, inside, device, dtype)
         else:
             cast = f.metadata.get("cast", True)
-            found = _value(tensor, str(f.type), device, dtype if cast else None)
+            found = _value(
+                tensor, str(f.type), device, dtype if cast else None
+            )
         if found is not None:
             values[f.name] = found
     return kind(**values)
