@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import io
 import itertools
 import pickle
@@ -22,6 +23,7 @@ from seng.linalg.sketch import (
     Rows,
 )
 from seng.optim.engine import Engine
+from seng.recipes.recipe import RECIPES
 from seng.tell.inspection import inspect
 
 PAPER = {**UNCENTRED, "relative_damping": False, "decay": 0}
@@ -1218,3 +1220,226 @@ def test_no_positions_are_no_samples_of_curvature():
     layer(torch.randn(4, 0, 7)).sum().backward()
     opt.step()
     assert all(p.isfinite().all() for p in layer.parameters())
+
+
+# Recipes and their options
+
+
+def sgd_of(p, **options):
+    return torch.optim.SGD(p, lr=0.3, momentum=0.5, **options)
+
+
+BUILT = {
+    "sgd": (seng.SENG, 0.1, {"momentum": 0.9, "nesterov": False}),
+    "paper": (
+        lambda m, **o: seng.SENG(m, **seng.presets.paper(), **o),
+        0.05,
+        {"momentum": 0.9, "nesterov": False},
+    ),
+    "muon": (
+        functools.partial(seng.SENG, recipe="muon"),
+        0.02,
+        RECIPES["muon"].options,
+    ),
+}
+COMMON = {"params", "lr", "weight_decay", "damping", "maximize"}
+
+
+@pytest.mark.parametrize("recipe", BUILT)
+def test_a_group_holds_its_recipe_s_keys_and_no_more(recipe):
+    build, lr, options = BUILT[recipe]
+    (group,) = build(network()).param_groups
+    assert group["lr"] == lr and set(group) == COMMON | set(options)
+    assert {name: group[name] for name in options} == options
+    (given,) = build(network(), lr=0.3).param_groups
+    assert given["lr"] == 0.3
+
+
+@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+def test_kfac_damped_by_its_floor_has_no_damping_in_its_groups(recipe):
+    lr, options = BUILT[recipe][1:]
+    (group,) = seng.KFAC(network(), recipe=recipe).param_groups
+    assert group["lr"] == lr
+    assert set(group) == COMMON - {"damping"} | set(options)
+    model = plain_network()[0]
+    other = {"sgd": model, "muon": nn.Sequential(model, nn.Linear(4, 3))}
+    (group,) = seng.KFAC(
+        other[recipe], recipe=recipe, damp="tikhonov"
+    ).param_groups
+    assert set(group) == COMMON | set(options) and group["damping"] == 0.3
+
+
+FOREIGN = {
+    "betas": ("sgd", {"betas": (0.9, 0.99)}),
+    "eps": ("sgd", {"eps": 1e-8}),
+    "betas of muon": ("muon", {"betas": (0.9, 0.99)}),
+}
+
+
+@pytest.mark.parametrize("build", [seng.SENG, seng.KFAC])
+@pytest.mark.parametrize(("recipe", "given"), FOREIGN.values(), ids=FOREIGN)
+def test_an_option_of_another_recipe_is_refused_by_name(build, recipe, given):
+    (name,) = given
+    words = f"{build.__name__} has no option {name} with this recipe"
+    with pytest.raises(ValueError, match=words):
+        build(network(), recipe=recipe, **given)
+    (opt,) = [build(network(), recipe=recipe)]
+    before = [dict(group) for group in opt.param_groups]
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=words):
+        opt.add_param_group({"params": layer.parameters(), **given})
+    assert [dict(group) for group in opt.param_groups] == before
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "words"),
+    [
+        ("sgd", {"adam_lr": 1.0}, "has no option adam_lr"),
+        ("sgd", {"module": None}, "module holds for the whole optimizer"),
+        ("sgd", {"dampening": 0.1}, "has no dampening, and the group asks"),
+        ("sgd", {"nesterov": True, "momentum": 0.0}, "nesterov needs a mom"),
+        ("muon", {"ns_steps": 100}, "ns_steps is a count below 100"),
+        ("muon", {"lr": -1.0}, "lr must be at least 0"),
+    ],
+)
+def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(
+    recipe, given, words
+):
+    model = network()
+    opt = seng.SENG(model[0].parameters(), module=model, recipe=recipe)
+    train(model, opt, 1)
+    before = repr(opt)
+    group = {"params": [*model[1].parameters(), *model[4].parameters()]}
+    with pytest.raises(ValueError, match=words):
+        opt.add_param_group({**group, **given})
+    assert repr(opt) == before
+    opt.add_param_group(group)
+    train(model, opt, 2)
+    assert len(opt.param_groups) == 2
+
+
+def test_a_recipe_s_own_options_are_taken():
+    (group,) = seng.SENG(
+        network(), recipe="muon", nesterov=False, eps=1e-5
+    ).param_groups
+    assert group["nesterov"] is False and group["eps"] == 1e-5
+
+
+of_lr = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "OneCycleLR": lambda opt: of_lr.OneCycleLR(opt, 0.05, total_steps=20),
+    "CosineAnnealingLR": lambda opt: of_lr.CosineAnnealingLR(opt, 9),
+    "LambdaLR": lambda opt: of_lr.LambdaLR(opt, lambda step: 0.9**step),
+    "CyclicLR": lambda opt: of_lr.CyclicLR(opt, 0.01, 0.05),
+}
+
+
+@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+@pytest.mark.parametrize("which", SCHEDULERS)
+def test_keys_of_schedulers_are_let_be_and_come_back(recipe, which):
+    model = network()
+    opt = seng.SENG(model, 0.02, recipe=recipe)
+    bare = set(opt.param_groups[0])
+    scheduler = SCHEDULERS[which](opt)
+    train(model, opt, 1)
+    scheduler.step()
+    state = copy.deepcopy(opt.state_dict())
+    other = seng.SENG(model, 0.02, recipe=recipe)
+    other.load_state_dict(state)
+    keys = opt.param_groups[0].keys()
+    assert other.param_groups[0].keys() == keys
+    assert "initial_lr" in keys - bare
+    train(model, other, 1)
+
+
+@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+def test_one_cycle_cycles_the_momentum_that_acts(recipe):
+    model = network()
+    opt = seng.SENG(model, 0.02, recipe=recipe)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        opt, 0.05, total_steps=10, base_momentum=0.5, max_momentum=0.8
+    )
+    seen = []
+    for i in range(6):
+        seen.append(opt.param_groups[0]["momentum"])
+        before = copy.deepcopy(opt.state[model[4].bias])
+        train(model, opt, 1, i)
+        if recipe == "sgd" and before:
+            mu = seen[-1]
+            b = opt.state[model[4].bias]["momentum_buffer"]
+            rest = b - mu * before["momentum_buffer"]
+            assert rest.norm() > 0
+        scheduler.step()
+    assert seen[0] == 0.8 and min(seen) == pytest.approx(0.5)
+
+
+OTHERS = {
+    "SGD": sgd_of,
+    "SGD, nesterov": lambda p: sgd_of(p, nesterov=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.3, amsgrad=True),
+    "Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], 0.3),
+}
+
+
+@pytest.mark.parametrize("recipe", BUILT)
+@pytest.mark.parametrize("which", OTHERS)
+def test_groups_of_other_optimizers_checkpoints_lose_their_own_keys(
+    recipe, which
+):
+    """torch's foreach, fused, … go, and so do another recipe's options."""
+    model = nn.Sequential(
+        nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False)
+    )
+    theirs = OTHERS[which](list(model.parameters()))
+    opt = BUILT[recipe][0](model)
+    keys, defaults = opt.param_groups[0].keys(), dict(opt.defaults)
+    opt.load_state_dict(theirs.state_dict())
+    (group,) = opt.param_groups
+    assert group.keys() == keys and group["lr"] == 0.3
+    if which.startswith("SGD"):
+        assert group["momentum"] == 0.5
+    if which == "AdamW" and recipe != "muon":
+        assert group["momentum"] == defaults["momentum"]
+    model(torch.randn(5, 3)).square().mean().backward()
+    opt.step()
+    assert parameters(model).isfinite().all()
+
+
+@pytest.mark.parametrize("build", [seng.SENG, seng.KFAC])
+@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+def test_without_a_module_the_warning_names_recipe_and_class(build, recipe):
+    name = build.__name__
+    words = f"in recipe='{recipe}'; write {name}.model, …., or module=model"
+    with pytest.warns(UserWarning, match=words):
+        build(network().parameters(), recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        functools.partial(seng.SENG, recipe="muon"),
+        seng.KFAC,
+        functools.partial(seng.KFAC, recipe="muon"),
+        seng.Muon,
+    ],
+    ids=["SENG, muon", "KFAC", "KFAC, muon", "Muon"],
+)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "file"])
+def test_copies_of_every_optimizer_go_on_alike(build, how):
+    model = network()
+    opt = build(model, 0.02)
+    train(model, opt, 4)
+    if how == "file":
+        file = io.BytesIO()
+        torch.save(opt.state_dict(), file)
+        file.seek(0)
+        twin = copy.deepcopy(model)
+        other = build(twin, 0.02)
+        other.load_state_dict(torch.load(file, weights_only=True))
+    elif how == "deepcopy":
+        twin, other = copy.deepcopy((model, opt))
+    else:
+        twin, other = pickle.loads(pickle.dumps((model, opt)))
+    train(model, opt, 3, 4)
+    train(twin, other, 3, 4)
+    assert torch.equal(parameters(model), parameters(twin))
