@@ -1443,3 +1443,21 @@ def test_copies_of_every_optimizer_go_on_alike(build, how):
     train(model, opt, 3, 4)
     train(twin, other, 3, 4)
     assert torch.equal(parameters(model), parameters(twin))
+
+
+def test_explain_lists_what_a_recipe_leaves_to_adamw():
+    model = nn.Sequential(
+        nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 5)
+    )
+    tokens = torch.randint(5, (6, 3))
+    usual = seng.explain(model, tokens)
+    assert len(usual.plans) == 4 and not usual.uncovered
+    told = seng.explain(model, tokens, recipe="muon")
+    assert [p.dims.name for p in told.plans] == ["1"]
+    opt = seng.SENG(model, recipe="muon")
+    assert told.uncovered == inspect(opt).uncovered
+    table = "AdamW: 0.weight: it is no matrix: it takes AdamW's step"
+    head = "AdamW: 3.bias: the head takes AdamW's step"
+    assert table in str(told) and head in str(told)
+    with pytest.raises(ValueError, match="unknown recipe 'cube'"):
+        seng.explain(model, tokens, recipe="cube")

@@ -26,7 +26,6 @@ from seng.linalg.memory import memory_budget
 from seng.linalg.operators import Operator
 from seng.metrics.metric import site_dims
 from seng.notices import Notices, listed
-from seng.recipes.recipe import RECIPES
 from seng.optim.refresh import captured_layers, in_use, install
 from seng.optim.settings import Clock, Settings, StepCache
 from seng.optim.step_plan import (
@@ -40,6 +39,7 @@ from seng.optim.step_plan import (
     compare,
     plan_of,
 )
+from seng.recipes.recipe import RECIPES
 from seng.tell.state import load_record, save_record
 
 Params = Sequence[nn.Parameter]
@@ -112,8 +112,7 @@ class Engine:
             if why is None:
                 sites.append(site)
                 continue
-            names = [f"{s.owner.name}.{s.name}" for s in site.segments]
-            uncovered |= {name.lstrip("."): why for name in names}
+            uncovered |= dict.fromkeys(site.parameter_names, why)
             unused.append(own)
         if not sites:
             raise ValueError(

@@ -121,6 +121,7 @@ class Muon(Recipe):
     """
 
     whole = True
+    others: ClassVar[str] = "AdamW"
     lr: ClassVar[float] = 0.02
     options: ClassVar[dict[str, Any]] = {
         "momentum": 0.95,
