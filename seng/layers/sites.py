@@ -137,6 +137,12 @@ class Site:
         self.own_form = None if self.factored else max(forms)
 
     @property
+    def parameter_names(self) -> list[str]:
+        """As the module has them."""
+        names = [f"{s.owner.name}.{s.name}" for s in self.segments]
+        return [name.lstrip(".") for name in names]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The precision of its small matrices and of its directions."""
         return torch.promote_types(self.lead.dtype, torch.float32)

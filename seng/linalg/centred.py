@@ -14,7 +14,7 @@ is no curvature: it becomes exactly 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -32,7 +32,7 @@ class Centred(Operator):
     """UH of another operator U."""
 
     U: Any
-    s: Tensor  # (ϱ,)
+    s: Tensor = field(metadata={"cast": False})  # (ϱ,), as precise as can be
 
     @property
     def form(self) -> str:  # type: ignore[override]

@@ -98,8 +98,9 @@ class Factored(Operator):
             of_A = product(A[..., part].mT, A)
             of_G = product(G[..., part].mT, G)
             pairs = of_A.mul_(of_G)  # (h, step·r, ϱr)
-            blocks = pairs.view(h, -1, r, samples, r)
-            out[i : i + step] = blocks.sum((0, 2, 4))
+            rows = out[i : i + step]
+            blocks = pairs.view(h, len(rows), r, samples, r)
+            rows[:] = blocks.sum((0, 2, 4))
         return out
 
     def combine(self, V: Tensor) -> Tensor:

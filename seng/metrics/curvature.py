@@ -293,6 +293,14 @@ class Curvature:
         return "squares" if self.fisher == "gauss-newton" else "cross-entropy"
 
     @property
+    def columns(self) -> int | None:
+        """How many of the captured columns make U; None: all.
+
+        A Jacobian has several for each sample, and only so many samples are sent backward.
+        """
+        return self.samples if self.fisher == "empirical" else None
+
+    @property
     def centres(self) -> bool:
         """Whether U is taken about its mean."""
         if self.centred is not None:

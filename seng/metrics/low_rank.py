@@ -179,7 +179,7 @@ class LowRank(Metric):
         if self.base is not None:
             before = getattr(layer.previous, "P", None)
             P = self.base.init(replace(layer, previous=before), team)
-        layer = layer.sampled(self.curvature.samples, team.size)
+        layer = layer.sampled(self.curvature.columns, team.size)
         U: Operator = layer.U
         if layer.plan.form == "implicit":
             U = reduced_factors(U, layer.plan.rank, layer.generator)

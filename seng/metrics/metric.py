@@ -194,8 +194,8 @@ def _plans(dims: Sequence[Dims], c: Curvature, pooled: bool) -> list[Plan]:
 
 
 def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
-    if c.samples is not None:
-        d = replace(d, samples=min(d.samples, c.samples))
+    if c.columns is not None:
+        d = replace(d, samples=min(d.samples, c.columns))
     form, rank, why = _form(d, c, pooled)
     if c.base is None:
         return Plan(d, form, rank, why, _roots(d, form, c))

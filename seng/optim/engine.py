@@ -113,8 +113,7 @@ class Engine:
             if why is None:
                 sites.append(site)
                 continue
-            names = [f"{s.owner.name}.{s.name}" for s in site.segments]
-            uncovered |= {name.lstrip("."): why for name in names}
+            uncovered |= dict.fromkeys(site.parameter_names, why)
             unused.append(own)
         if not sites:
             raise ValueError(

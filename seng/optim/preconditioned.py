@@ -16,9 +16,9 @@ from seng.checks import OF_RECIPES, OF_TORCH, check_group, check_number
 from seng.notices import warn
 from seng.optim.engine import Engine, Saved
 from seng.optim.fused import Fusion
-from seng.optim.settings import Settings, params_of, recipe_of
+from seng.optim.settings import Settings, params_of
 from seng.optim.step_plan import Dampings, Directions, StepPlan
-from seng.recipes.recipe import Recipe
+from seng.recipes.recipe import Recipe, recipe_of
 
 Group = dict[str, Any]
 

@@ -135,7 +135,7 @@ def _check_sum(
     """Whether the samples add up to the gradient; if not, U tells only a part."""
     record, site, U = engine.records[i], engine.sites[i], layer.U
     team, collector = engine.strategy.team, engine.collector
-    some = engine.settings.curvature.samples is not None
+    some = collector.samples.total > collector.samples.columns
     some = some or team.many or team.pools
     observed = collector.own or collector.observer is not None
     reduced = U.form == "implicit" and U.kappa < layer.plan.dims.kappa

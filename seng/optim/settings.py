@@ -19,7 +19,7 @@ from seng.metrics.choose import metric_of
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
 from seng.optim.step_plan import StepPlan
-from seng.recipes.recipe import RECIPES, Recipe
+from seng.recipes.recipe import Recipe, recipe_of
 
 ANY = Curvature(samples=None)  # beside a metric that needs none
 
@@ -79,17 +79,10 @@ def params_of(
     return list(params.parameters()), params
 
 
-def recipe_of(name: object) -> type[Recipe]:
-    """The recipe of a name."""
-    if not isinstance(name, str) or name not in RECIPES:
-        known = ", ".join(map(repr, RECIPES))
-        raise ValueError(f"unknown recipe {name!r}; use one of {known}")
-    return RECIPES[name]
-
-
 def settings_of(
     curvature: Curvature | Metric | None,
     module: nn.Module | None,
+    *,
     recipe: str = "sgd",
     **common: Any,
 ) -> Settings:

@@ -120,6 +120,7 @@ class Muon(Recipe):
     """
 
     whole = True
+    others: ClassVar[str] = "AdamW"
     lr: ClassVar[float] = 0.02
     options: ClassVar[dict[str, Any]] = {
         "momentum": 0.95,
@@ -150,7 +151,7 @@ class Muon(Recipe):
 
     def is_matrix(self, p: nn.Parameter) -> bool:
         if self.segments is None:
-            return p.dim() >= 2
+            return p.dim() >= 2 and not p.is_complex()
         return p in self.segments
 
     def step(
@@ -254,10 +255,14 @@ def adam_step(
     for p in params:
         own = state[p]
         if "exp_avg" not in own:
-            own["step"] = torch.zeros((), dtype=torch.float32)
             own["exp_avg"] = torch.zeros_like(p)
             own["exp_avg_sq"] = torch.zeros_like(p)
-        own["step"] = own["step"].to(p.device if fused else "cpu")
+        # A number in old checkpoints.
+        where = p.device if fused else torch.device("cpu")
+        count = own.get("step", 0.0)
+        own["step"] = torch.as_tensor(
+            count, dtype=torch.float32, device=where
+        )
     lr = group["adam_lr"]
     if lr is None:
         same = group["adjust_lr_fn"] == "match_rms_adamw"

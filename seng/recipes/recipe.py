@@ -39,6 +39,7 @@ class Recipe(ABC):
     name: ClassVar[str]  # as users ask for it
     lr: ClassVar[float] = 0.1  # where none is given
     options: ClassVar[dict[str, Any]] = {}
+    others: ClassVar[str] = "plain gradient"  # of what it refuses
     fuses = False  # whether the GPU's fused step of SGD does the same
     whole = False  # whether it works on whole matrices of this step
     paper = (
@@ -79,6 +80,14 @@ def recipe(name: str) -> Callable[[type[Recipe]], type[Recipe]]:
         return kind
 
     return register
+
+
+def recipe_of(name: object) -> type[Recipe]:
+    """The recipe of a name."""
+    if not isinstance(name, str) or name not in RECIPES:
+        known = ", ".join(map(repr, RECIPES))
+        raise ValueError(f"unknown recipe {name!r}; use one of {known}")
+    return RECIPES[name]
 
 
 OPTIONS = ("weight_decay", "momentum", "lr", "nesterov", "maximize")

@@ -26,13 +26,13 @@ from seng.distributed.sharded import (
     spread_basis,
 )
 from seng.layers.sites import Segments, Site, whole
-from seng.linalg import implicit, lookup, operators, sketch
+from seng.linalg import centred, implicit, lookup, operators, sketch
 from seng.linalg.operators import HALF, Merged, Operator
 from seng.metrics import factor
 from seng.metrics.metric import STATES, Metric
 
 # Where the type of a nested value is found by its name: states, operators, sketches, factors.
-MODULES = operators, implicit, lookup, sketch, factor
+MODULES = operators, centred, implicit, lookup, sketch, factor
 TYPES = ChainMap[str, Any](STATES, *map(vars, MODULES))
 
 IS = "is"  # in every nested value, so that one without fields is there too
@@ -77,16 +77,22 @@ def unpack(
         if tensor is None:
             found = unpack(f.name, inside, device, dtype)
         else:
-            found = _value(tensor, str(f.type), device, dtype)
+            cast = f.metadata.get("cast", True)
+            found = _value(
+                tensor, str(f.type), device, dtype if cast else None
+            )
         if found is not None:
             values[f.name] = found
     return kind(**values)
 
 
 def _value(
-    tensor: Tensor, kind: str, device: torch.device, dtype: torch.dtype
+    tensor: Tensor,
+    kind: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
 ) -> Any:
-    """A field of this type, as it is written or as Python has it."""
+    """A field of this type, as it is written or as Python has it; None: in its own precision."""
     if "Tensor" in kind:
         cast = tensor.is_floating_point() and tensor.dtype not in HALF
         # On a GPU states are written to in place: not to what was loaded.
