@@ -58,7 +58,6 @@ KEPT = {  # tables of their own, each with its commit
     "beside-forms.json",
     "beside-others.json",
     "digits_defaults.json",
-    "small_race.json",
     "races.json",
 }
 # Of studies whose trials are in other units: a search of today begins anew.
