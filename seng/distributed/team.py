@@ -415,7 +415,7 @@ def _sides(covered: Covered, solver: Any, base: Tensors) -> list[Tensor]:
         zeros = site.lead.new_zeros
         return [zeros(h, n, rank, dtype=site.dtype) for n in sizes]
     g = site.gather(active, base, site.dtype)
-    b, _ = solver.coefficients(solver.project(g))
+    b = solver.coefficients(solver.project(g))
     sides = solver.U.sides(b.to(site.dtype))
     missing = rank - solver.U.kappa
     return [pad(t.to(site.dtype), (0, missing)) for t in sides]

@@ -22,7 +22,7 @@ from seng.distributed.team import ALONE
 from seng.gpu.recorder import settle
 from seng.layers.sites import Segments, Site
 from seng.metrics.metric import Metric, State, grafted
-from seng.metrics.woodbury import Pool, grafted_together, woodbury
+from seng.metrics.woodbury import LowRankSolver, Pool, together
 from seng.tell.diagnostics import describe
 
 Gradients = Mapping[nn.Parameter, Tensor]
@@ -67,8 +67,15 @@ class StepPlan:
         if self.pool is not None:
             self._solve_together(grads, out, self.pool)
             return
-        for s in self.solves:
-            s.scatter(s.solver(s.gather(grads)), grads, out)
+        gs = [s.gather(grads) for s in self.solves]
+        solvers = [s.solver for s in self.solves]
+        if all(isinstance(solver, LowRankSolver) for solver in solvers):
+            ds = together(solvers, gs)
+        else:
+            pairs = zip(solvers, gs, strict=True)
+            ds = [solver(g) for solver, g in pairs]
+        for s, d in zip(self.solves, ds, strict=True):
+            s.scatter(d, grads, out)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _solve_together(
@@ -76,8 +83,7 @@ class StepPlan:
     ) -> None:
         solvers = [s.solver for s in self.solves]
         gs = [s.gather(grads) for s in self.solves]
-        ds = woodbury(solvers, gs, pool)
-        ds = grafted_together(solvers, ds, gs, pool)
+        ds = together(solvers, gs, pool)
         for s, d in zip(self.solves, ds, strict=True):
             s.scatter(d, grads, out)
 

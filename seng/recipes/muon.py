@@ -260,9 +260,7 @@ def adam_step(
         # A number in old checkpoints.
         where = p.device if fused else torch.device("cpu")
         count = own.get("step", 0.0)
-        own["step"] = torch.as_tensor(
-            count, dtype=torch.float32, device=where
-        )
+        own["step"] = torch.as_tensor(count, dtype=torch.float32, device=where)
     lr = group["adam_lr"]
     if lr is None:
         same = group["adjust_lr_fn"] == "match_rms_adamw"
