@@ -375,7 +375,8 @@ class Averaged(Shared):
             p: g - mean[p].to(g.dtype) if p in mean else g
             for p, g in grads.items()
         }
-        return plan.grafted(grads, ds)
+        found: Tensors = plan.grafted(grads, ds)
+        return found
 
     def ahead(self, plan: Any, stamp: Any) -> None:
         """What can be sent along with the next gradients, if they refresh nothing."""

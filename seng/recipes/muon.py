@@ -268,7 +268,7 @@ def adam_step(
     beta1, beta2 = group["adam_betas"]
     adamw(
         [*params],
-        [p.grad for p in params],
+        [p.grad for p in params if p.grad is not None],
         [state[p]["exp_avg"] for p in params],
         [state[p]["exp_avg_sq"] for p in params],
         [],
