@@ -243,3 +243,37 @@ def test_spread_parameters_have_the_dense_covariance(ranks, sizes, options):
     sizes, options = of(sizes, ranks.size), OPTIONS[options]
     found = ranks(on_rank, FEW, sizes, None, options, "fsdp")
     check(found, FEW, sizes, False, options)
+
+
+def muon(rank, strategy):
+    """Weights after five steps, and whether they moved as plain Muon's."""
+    out = []
+    for optimizer in (seng.SENG, seng.Muon):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        model = model.append(nn.Linear(8, 3))
+        wrapped = DistributedDataParallel(model)
+        options = {}
+        if optimizer is seng.SENG:
+            options = {
+                "recipe": "muon",
+                "strategy": strategy,
+                "refresh_every": 2,
+            }
+        opt = optimizer(wrapped, lr=0.02, **options)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(5):
+            x = torch.randn(3 + rank, 6, generator=generator)
+            opt.zero_grad()
+            naive.loss_of(wrapped(x), torch.ones(3 + rank, 3)).backward()
+            opt.step()
+        out.append(whole(model.parameters()))
+    return out
+
+
+@pytest.mark.parametrize("strategy", ["shared", "block"])
+def test_muons_recipe_is_the_same_on_all_ranks(ranks, strategy):
+    found = ranks(muon, strategy)
+    first, plain = found[0]
+    assert all(torch.equal(weights, first) for weights, _ in found)
+    assert naive.relative_error(first, plain) > 1e-3
