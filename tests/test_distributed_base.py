@@ -3,9 +3,8 @@
 import naive
 import pytest
 import torch
-import torch.distributed as dist
-from test_distributed import CASES, batches, example, parts
-from test_fsdp import mesh_of, sharded, whole
+from test_distributed import example, parts
+from test_fsdp import mesh_of, whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -97,7 +96,9 @@ class Dense:
             return places
         n_G = shapes[0][0] // h
         split = places.split([shape.numel() for shape in shapes])
-        return torch.cat([part.view(h, n_G, -1) for part in split], 2).flatten()
+        return torch.cat(
+            [part.view(h, n_G, -1) for part in split], 2
+        ).flatten()
 
     def gradients(self, x, target):
         u = naive.per_sample_gradients(self.layer, x, target)
@@ -121,7 +122,9 @@ class Dense:
         return naive.kronecker_metric(*self.moments, 0.5, 0.1)
 
     def averaged(self, old, new):
-        return new if old is None else self.decay * old + (1 - self.decay) * new
+        return (
+            new if old is None else self.decay * old + (1 - self.decay) * new
+        )
 
     def covariance(self, u_of):
         """About the mean of all; ranks weigh alike, an empty one as zeros."""
@@ -151,7 +154,9 @@ class Dense:
         P = self.metric()
         u_of = [self.gradients(*batch) for batch in all_of]
         g = sum(u.sum(0) / max(1, len(u)) for u in u_of) / len(u_of)
-        most = EVERY if self.samples is None else -(-self.samples // len(pieces))
+        most = (
+            EVERY if self.samples is None else -(-self.samples // len(pieces))
+        )
         seen = [u[:most] for u in u_of]
         alone = [[u] for u in seen] if self.block else [seen]
         Ms = [self.leading(self.covariance(some), P) for some in alone]
@@ -163,7 +168,9 @@ class Dense:
             moved = torch.empty_like(d)
             moved[self.order] = d
             sizes = [p.numel() for p in self.layer.parameters()]
-            for p, part in zip(self.layer.parameters(), moved.split(sizes)):
+            for p, part in zip(
+                self.layer.parameters(), moved.split(sizes), strict=True
+            ):
                 p -= LR * part.view_as(p)
         return moved
 

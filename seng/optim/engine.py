@@ -27,7 +27,6 @@ from seng.linalg.memory import memory_budget
 from seng.linalg.operators import Operator
 from seng.metrics.metric import site_dims
 from seng.notices import Notices, listed
-from seng.recipes.recipe import RECIPES
 from seng.optim.refresh import captured_layers, in_use, install
 from seng.optim.settings import Clock, Settings, StepCache
 from seng.optim.step_plan import (
@@ -41,6 +40,7 @@ from seng.optim.step_plan import (
     compare,
     plan_of,
 )
+from seng.recipes.recipe import RECIPES
 from seng.tell.state import load_record, save_record
 
 Params = Sequence[nn.Parameter]
@@ -228,7 +228,7 @@ class Engine:
         records = [self.records[i] for i in stale]
         states = [record.state for record in records]
         lams = [lam for _, lam in stale.values()]
-        found = self.metric.solvers(states, lams, self.recorder)
+        found: Any = self.metric.solvers(states, lams, self.recorder)
         if self.metric.pools and self.strategy.averages:
             found = [replace(solver, grafts=False) for solver in found]
         for record, solver in zip(records, found, strict=True):
