@@ -371,12 +371,12 @@ class Averaged(Shared):
             mean = self._mean(base, plan)
         if self.lagged:
             self.before = {p: g.clone() for p, g in grads.items()}
-        ds = {
+        ds: Tensors = {
             p: g - mean[p].to(g.dtype) if p in mean else g
             for p, g in grads.items()
         }
-        found: Tensors = plan.grafted(grads, ds)
-        return found
+        plan.graft(grads, ds)
+        return ds
 
     def ahead(self, plan: Any, stamp: Any) -> None:
         """What can be sent along with the next gradients, if they refresh nothing."""

@@ -227,7 +227,7 @@ class Engine:
         records = [self.records[i] for i in stale]
         states = [record.state for record in records]
         lams = [lam for _, lam in stale.values()]
-        found = self.metric.solvers(states, lams, self.recorder)
+        found: Any = self.metric.solvers(states, lams, self.recorder)
         if self.metric.pools and self.strategy.averages:
             based: list[Any] = [*found]
             found = [replace(solver, grafts=False) for solver in based]

@@ -55,13 +55,12 @@ class StepPlan:
                 self._solve(grads, out)
         return out
 
-    def grafted(self, grads: Gradients, ds: Directions) -> Directions:
-        """Directions over P at the length of their layer's gradient."""
+    def graft(self, grads: Gradients, ds: Directions) -> None:
+        """Bring directions over P to the length of their layer's gradient."""
         for s in self.solves:
             if getattr(s.solver, "base", None) is not None:
                 d = grafted(s.gather(ds), s.gather(grads))
                 s.scatter(d, grads, ds)
-        return ds
 
     def _solve(self, grads: Gradients, out: Directions) -> None:
         if self.pool is not None:
