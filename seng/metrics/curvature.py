@@ -1,6 +1,6 @@
 """What a user says of the curvature, as frozen values that are checked when they are made.
 
-M̄ + λP     M̄ = ŪŪᵀ of per-sample gradients: `Curvature`;  P = C^p: `Kronecker`, or I
+    M̄ + λP     M̄ = ŪŪᵀ of per-sample gradients: `Curvature`;  P = C^p: `Kronecker`, or I
 """
 
 from __future__ import annotations
