@@ -1,11 +1,12 @@
-"""What matters in a race? One knob at a time around three settings of the lab's `seng-orthogonal`, on a task of the lab.
+"""What matters in a race? One knob at a time around four recipes of the lab, on a task of the lab.
 
 python benchmarks/ablation.py --jobs 5 --out results/ablation.json                     # CIFAR-10, ResNet18, three epochs, a GPU
 python benchmarks/ablation.py --task digits-cnn --epochs 2 --jobs 2 --out some.json    # to see it run
 
-    orthogonal   Muon's step of gradients, the preset; with SENG's directions or a base before it
-    kronecker    the base alone, steps as long as gradients
-    low rank     over λI, `Curvature()`
+    seng          as it comes: centred per-sample gradients over a Kronecker metric
+    seng-muon     the same before Muon's step
+    kfac-root     the metric alone, steps as long as gradients
+    seng-lowrank  over λI, uncentred
 
 Each run trains on nine tenths of the training set and is judged on the last tenth, as in `seng tune`: the test set is not
 looked at. Several share the machine, so there are no times. Runs are kept as they come: the same command goes on after an
@@ -30,61 +31,53 @@ from seng.lab.tasks import task
 from seng.lab.train import Training, on
 from seng.lab.tuning.search import held_out
 
-SGD_LIKE = {
-    "orthogonal": False,
-    "form": "auto",
-    "momentum": 0.9,
-    "weight_decay": 5e-4,
-    "refresh_every": 50,
-}
+SGD_LIKE = {"momentum": 0.9, "weight_decay": 5e-4}
+# By recipe: its fields, and what is tried of each.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
-    "orthogonal": (
-        {"lr": 0.06, "weight_decay": 0.05, "momentum": 0.85},
-        {
-            "lr": [0.03, 0.12],
-            "weight_decay": [0.005, 0.1],
-            "momentum": [0.6, 0.95],
-            "nesterov": [False],
-            "warmup": [0.0],
-            "curvature": [
-                {"form": "auto", "rank": 16, "refresh_every": 50},
-                {
-                    "form": "auto",
-                    "rank": 16,
-                    "refresh_every": 50,
-                    "damping": 0.1,
-                },
-                {
-                    "form": "auto",
-                    "rank": 0,
-                    "refresh_every": 50,
-                    "base": "kronecker",
-                    "power": 0.25,
-                },
-            ],
-        },
-    ),
-    "kronecker": (
-        {**SGD_LIKE, "lr": 0.3, "rank": 0, "base": "kronecker"},
+    "seng": (
+        {**SGD_LIKE, "lr": 0.3},
         {
             "lr": [0.1],
-            "power": [0.25, 1.0],
-            "base_rank": [32],
-            "refresh_every": [200],
+            "damping": [0.03, 0.3, 1.0],
+            "samples": [32, 128],
+            "rank": [4, 64],
+            "centred": [False],
             "average": [0.0],
-            "samples": [64],
-            "graft": [False],
-            "rank": [16],
+            "refresh_every": [5, 50, 200],
+            "kronecker_power": [0.25, 1.0],
+            "kronecker_rank": [128],
+            "kronecker_floor": [0.03, 0.3],
         },
     ),
-    "low rank": (
-        {**SGD_LIKE, "lr": 0.4},
+    "seng-muon": (
+        {"lr": 0.05, "weight_decay": 0.05},
+        {
+            "lr": [0.02, 0.1],
+            "weight_decay": [0.005, 0.1],
+            "momentum": [0.85],
+            "damping": [1.0],
+            "refresh_every": [50],
+        },
+    ),
+    "kfac-root": (
+        {**SGD_LIKE, "lr": 0.3},
+        {
+            "lr": [0.1],
+            "kronecker_rank": [128],
+            "kronecker_floor": [0.03, 0.3],
+            "kronecker_decay": [0.0],
+            "refresh_every": [50, 200],
+        },
+    ),
+    "seng-lowrank": (
+        {**SGD_LIKE, "lr": 0.4, "damping": 0.01, "refresh_every": 50},
         {
             "rank": [64],
             "damping": [0.001, 0.1],
             "refresh_every": [200],
             "average": [0.0],
             "samples": [64],
+            "centred": [True],
         },
     ),
 }
@@ -99,10 +92,7 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for knob, values in knobs.items():
             for value in values:
-                fields = {
-                    **base,
-                    **(value if isinstance(value, dict) else {knob: value}),
-                }
+                fields = {**base, knob: value}
                 found.append(
                     {
                         "setting": name,
@@ -121,7 +111,7 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def key(run: dict[str, Any]) -> str:
     return json.dumps(
-        [run["task"], run["epochs"], run["fields"], run["seed"]],
+        [run[k] for k in ("task", "epochs", "setting", "fields", "seed")],
         sort_keys=True,
     )
 
@@ -135,7 +125,7 @@ def work(options: argparse.Namespace, part: int) -> None:
     for run in runs(options)[part :: options.jobs]:
         if key(run) in known:
             continue
-        recipe = what.recipe("seng-orthogonal", options.epochs).with_(
+        recipe = what.recipe(run["setting"], options.epochs).with_(
             run["fields"]
         )
         training = Training(
@@ -175,7 +165,7 @@ def done(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="one knob at a time around three settings"
+        description="one knob at a time around four settings"
     )
     parser.add_argument("--task", default="cifar10-resnet18")
     parser.add_argument("--epochs", type=float, default=3)
@@ -204,7 +194,7 @@ def main() -> None:
     for row in rows:
         value = "" if row["value"] is None else json.dumps(row["value"])
         print(
-            f"{row['metric']:.4f}  {row['loss']:.4f}  {row['train_loss']:.4f}  {row['setting']:10} {row['knob']} {value}"
+            f"{row['metric']:.4f}  {row['loss']:.4f}  {row['train_loss']:.4f}  {row['setting']:12} {row['knob']} {value}"
         )
 
 

@@ -4,6 +4,9 @@
     python benchmarks/beside.py --base main --methods default kfac --models gpt   # these alone
     python benchmarks/beside.py --base main --hold                                # exit code 1 where something is slower
 
+A name is one method in both trees, but for "default", what `seng.SENG(model, lr)` takes in each, and "muon", whose columns the
+first edition made of one length.
+
 Each side has a process of its own, with one thread and equal seeds; both are started anew a few times. A pair is a chunk of
 work on one side and the same chunk on the other, the order swapped from pair to pair. Counted are the process's own seconds of
 processor time, so that other work on the machine matters less; a chunk's figure is the median of

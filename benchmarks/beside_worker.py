@@ -30,35 +30,76 @@ Times = list[list[float]]  # seconds of steps, and of refreshes
 
 
 def methods(every: int = SPARSE) -> dict[str, Callable[[nn.Module], Any]]:
-    """Optimizers by name; `seng` is that of the worker's own tree."""
+    """Optimizers by name; `seng` is that of the worker's own tree.
+
+    The first edition says several of them in other words, and has not all of them: what a tree has not
+    is an error of that row.
+    """
+    new = hasattr(seng, "Kronecker")
 
     def ours(**options: Any) -> Callable[[nn.Module], Any]:
         return lambda model: seng.SENG(
             model, LR, **{"refresh_every": every, **options}
         )
 
-    def curved(**options: Any) -> Callable[[nn.Module], Any]:
-        return ours(curvature=seng.Curvature(**options))
+    def low_rank(**options: Any) -> Callable[[nn.Module], Any]:
+        """Over λI, of all samples and not centred."""
+        if new:
+            options |= {"base": None, "centred": False, "samples": None}
+        curvature = seng.Curvature(**options)
+        return ours(curvature=curvature, damping=0.01)
+
+    def root(model: nn.Module) -> Any:
+        """The square root of K-FAC's metric: the first edition's default."""
+        if new:
+            floor = 0.01**0.5
+            return seng.KFAC(
+                model, LR, power=0.5, floor=floor, refresh_every=every
+            )
+        return seng.SENG(model, LR, refresh_every=every)
+
+    def kfac(model: nn.Module) -> Any:
+        options: dict[str, Any] = {"damp": "tikhonov"} if new else {}
+        return seng.KFAC(model, LR, refresh_every=every, **options)
+
+    def only_new(recipe: str) -> Callable[[nn.Module], Any]:
+        def build(model: nn.Module) -> Any:
+            if not new:
+                raise ValueError("this tree has no centred U over a metric")
+            return seng.SENG(model, LR, recipe=recipe, refresh_every=every)
+
+        return build
+
+    def polar(model: nn.Module) -> Any:
+        """Muon's step of plain gradients; the first edition's had columns of one length."""
+        if new:
+            return seng.Muon(model, LR)
+        return seng.SENG(model, LR, **seng.presets.orthogonal())
 
     def attached(model: nn.Module) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), LR)
         seng.attach(optimizer, model, refresh_every=every)
         return optimizer
 
+    def paper(model: nn.Module) -> Any:
+        preset = seng.presets.paper(refresh_every=every)
+        return seng.SENG(model, LR, **preset)
+
     return {
         "default": ours(),
-        "low rank": curved(),
-        "kronecker with U": curved(base="kronecker"),
-        "explicit": curved(form="explicit", decay=0),
-        "implicit": curved(form="implicit", decay=0),
-        "merged": curved(form="merged", decay=0),
-        "sketch": curved(sketch=seng.sketch.CountSketch(512)),
-        "paper": ours(**seng.presets.paper(refresh_every=every)),
-        "orthogonal": ours(orthogonal=True),
-        "orthogonal preset": ours(**seng.presets.orthogonal()),
-        "network": curved(blocks="network"),
+        "seng": only_new("sgd"),
+        "seng muon": only_new("muon"),
+        "kfac root": root,
+        "kfac": kfac,
+        "muon": polar,
+        "low rank": low_rank(),
+        "explicit": low_rank(form="explicit", decay=0),
+        "implicit": low_rank(form="implicit", decay=0),
+        "merged": low_rank(form="merged", decay=0),
+        "sketch": low_rank(sketch=seng.sketch.CountSketch(512)),
+        "network": low_rank(blocks="network"),
+        "paper": paper,
         "attach AdamW": attached,
-        "kfac": lambda model: seng.KFAC(model, LR, refresh_every=every),
     }
 
 

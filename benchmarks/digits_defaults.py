@@ -6,6 +6,7 @@ python benchmarks/digits_defaults.py               # four minutes on a CPU; prin
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,35 +17,47 @@ import torch
 
 import seng
 from seng.lab.demo import TUNING_SEEDS, Recipe, Run, digits, split
-from seng.metrics.choose import usual
 
-LR = 0.05  # near SENG's best on this task, which is level between it and twice as much
+LR = 0.05
 KNOBS: dict[str, list[Any]] = {
     "nesterov": [False, True],
     "damping": [1e-4, 1e-3, 0.01, 0.1, 1.0, 100.0],
     "refresh_every": [5, 10, 20, 50, 100],
-    "base_rank": [8, 16, 32, 64, 128],
-    "power": [0.25, 0.5, 0.75, 1.0],
-    "decay": [0.0, 0.5, 0.8, 0.95],
+    "rank": [4, 8, 16, 32],
     "samples": [16, 32, None],
-    "graft": [True, False],
-    "base": ["identity", "kronecker"],
-    "rank": [0, 16],
+    "decay": [0.0, 0.5, 0.8, 0.95],
+    "centred": [False, True],
+    "base.power": [0.25, 0.5, 0.75, 1.0],
+    "base.rank": [8, 16, 32, 64, 128],
+    "base.floor": [0.01, 0.1, 0.3],
+    "base.decay": [0.0, 0.5, 0.8, 0.95],
+    "what": ["low rank", "low rank, centred", "kfac-root", "kfac-floor"],
+}
+LOW_RANK = {"base": None, "samples": None}
+OTHERS: dict[str, Callable[[torch.nn.Module, float], Any]] = {
+    "low rank": lambda m, lr: seng.SENG(
+        m, lr, curvature=seng.Curvature(**LOW_RANK, centred=False)
+    ),
+    "low rank, centred": lambda m, lr: seng.SENG(
+        m, lr, curvature=seng.Curvature(**LOW_RANK)
+    ),
+    "kfac-root": lambda m, lr: seng.KFAC(m, lr, power=0.5),
+    "kfac-floor": lambda m, lr: seng.KFAC(m, lr, power=1.0),
 }
 
 
-def build(
-    model: torch.nn.Module, lr: float, knob: str, value: Any
-) -> seng.SENG:
+def build(model: torch.nn.Module, lr: float, knob: str, value: Any) -> Any:
+    if knob == "what":
+        return OTHERS[value](model, lr)
     if knob in ("nesterov", "damping", "refresh_every"):
-        return seng.SENG(model, lr=lr, **{knob: value})
-    if value == "identity":
-        return seng.SENG(
-            model, lr=2 * lr, curvature=seng.Curvature()
-        )  # low rank over λI, at its own best lr
-    return seng.SENG(
-        model, lr=lr, curvature=replace(usual(model), **{knob: value})
-    )
+        return seng.SENG(model, lr, **{knob: value})
+    if knob.startswith("base."):
+        name = knob.removeprefix("base.")
+        base = replace(seng.Kronecker(), **{name: value})
+        changed = {"base": base}
+    else:
+        changed = {knob: value}
+    return seng.SENG(model, lr, curvature=seng.Curvature(**changed))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """How many epochs of a task does each optimizer train in a time? For races of equal time: what is printed goes to --epochs.
 
-python benchmarks/epochs_in.py mnist-autoencoder 4 --optimizers seng-orthogonal adam kfac
+python benchmarks/epochs_in.py mnist-autoencoder 4 --optimizers seng adam kfac
 
 It times what `seng compare` times, training without evaluations, with the task's own recipes, alone on the machine, for half of
 that time.
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("task")
     parser.add_argument("seconds", type=float)
     parser.add_argument(
-        "--optimizers", nargs="+", default=["seng-orthogonal", "sgd", "adam"]
+        "--optimizers", nargs="+", default=["seng", "sgd", "adam"]
     )
     parser.add_argument("--device")
     options = parser.parse_args()

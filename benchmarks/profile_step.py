@@ -1,5 +1,6 @@
-"""Where does the time of a step go? Host time, launches and GPU time, with and without a refresh, beside SGD and the
-orthogonal step.
+"""Where does the time of a step go? Host time, launches and GPU time, with and without a refresh, beside SGD and Muon.
+
+`seng` is the default, `seng lowrank` low rank over λI as `seng bench --preset` has it.
 
     python benchmarks/profile_step.py [--model resnet18] [--preset strong] [--out results/bench]
 
@@ -76,7 +77,10 @@ PARTS = {  # of a step with a refresh: where the host spends its time, each with
 
 
 def host_parts(
-    whole: Callable[[], None], opt: seng.SENG, wait: Callable[[], None]
+    name: str,
+    whole: Callable[[], None],
+    opt: seng.SENG,
+    wait: Callable[[], None],
 ) -> list[str]:
     """Median milliseconds of each part over five steps with a refresh."""
     spent: dict[str, list[float]] = {name: [] for name in PARTS}
@@ -112,7 +116,7 @@ def host_parts(
             wait()
             totals.append(1e3 * (time.perf_counter() - start))
     lines = [
-        f"seng, a step with a refresh, on the host: {statistics.median(totals):.1f} ms in all"
+        f"{name}, a step with a refresh, on the host: {statistics.median(totals):.1f} ms in all"
     ]
     return lines + [
         f"  {statistics.median(times):8.2f} ms  {name}"
@@ -194,7 +198,8 @@ def main() -> None:
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     preset = PRESETS[options.preset]
     lines = [json.dumps(provenance(command(), device))]
-    for name in ("sgd", "seng", "seng orthogonal"):
+    for name in ("sgd", "muon", "seng", "seng lowrank"):
+        refreshes = name.startswith("seng")
         torch.manual_seed(0)
         model = task.build().to(
             device, memory_format=memory_format(task, device)
@@ -207,10 +212,14 @@ def main() -> None:
                 momentum=0.9,
                 fused=device.type == "cuda" or None,
             )
-        elif name == "seng orthogonal":
-            opt = seng.SENG(model, task.lr, **seng.presets.orthogonal())
+        elif name == "muon":
+            opt = seng.Muon(model, task.lr)
+        elif name == "seng":
+            opt = seng.SENG(model, task.lr, refresh_every=10)
         else:
             curvature = seng.Curvature(
+                base=None,
+                centred=False,
                 rank=preset.rank,
                 decay=preset.decay,
                 samples=preset.samples,
@@ -246,17 +255,17 @@ def main() -> None:
                 f"{name}, a step with a refresh",
                 *profiled(whole, wait, device.type == "cuda"),
             ]
-            if name == "seng"
+            if refreshes
             else []
         )
-        for _ in range(4 if name == "seng" else 0):
+        for _ in range(4 if refreshes else 0):
             whole()
         lines += [
             f"{name}, a step without",
             *profiled(whole, wait, device.type == "cuda"),
         ]
-        if name == "seng":
-            lines += host_parts(whole, opt, wait)
+        if refreshes:
+            lines += host_parts(name, whole, opt, wait)
             opt.engine.settings = replace(
                 opt.engine.settings, refresh_every=10**9
             )

@@ -14,21 +14,21 @@ epochs_in() { # TASK SECONDS OPTIMIZER…: sets `each` to "optimizer epochs" of 
 for race in "$@"; do
     case $race in
     e8) # accuracy after eight epochs, and the time of a step
-        $seng tune cifar10-resnet18 --optimizers seng-orthogonal muon sgd --label e8 --epochs 8 --trials 8 --jobs "$jobs"
-        $seng compare cifar10-resnet18 --optimizers seng-orthogonal muon sgd --label e8 --epochs 8 --no-stop --again
+        $seng tune cifar10-resnet18 --optimizers seng seng-muon muon sgd --label e8 --epochs 8 --trials 8 --jobs "$jobs"
+        $seng compare cifar10-resnet18 --optimizers seng seng-muon muon sgd --label e8 --epochs 8 --no-stop --again
         ;;
     t94) # seconds to 94 %, with the recipes of e8
-        $seng compare cifar10-resnet18 --optimizers seng-orthogonal muon --tuned e8 --label e16 --epochs 16 --again
+        $seng compare cifar10-resnet18 --optimizers seng seng-muon muon --tuned e8 --label e16 --epochs 16 --again
         $seng compare cifar10-resnet18 --optimizers sgd --tuned e8 --label e40 --epochs 40 --again
         ;;
     b2048)
-        $seng tune cifar10-resnet18 --optimizers seng-orthogonal muon sgd --label b2048 --batch 2048 --epochs 8 --trials 8 --jobs "$jobs"
-        $seng compare cifar10-resnet18 --optimizers seng-orthogonal muon sgd --label b2048 --batch 2048 --epochs 16 --no-stop --again
+        $seng tune cifar10-resnet18 --optimizers seng seng-muon muon sgd --label b2048 --batch 2048 --epochs 8 --trials 8 --jobs "$jobs"
+        $seng compare cifar10-resnet18 --optimizers seng seng-muon muon sgd --label b2048 --batch 2048 --epochs 16 --no-stop --again
         ;;
-    gpt) # at equal steps, and in the time that ours takes
-        $seng tune shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label search --trials 16 --jobs "$jobs"
-        $seng compare shakespeare-gpt --optimizers seng-orthogonal adamw muon soap --label search --no-stop --again
-        ours=$(tail -qn 1 results/shakespeare-gpt/seng-orthogonal-search-?.jsonl | sed 's/.*"seconds": \([0-9.]*\).*/\1/' | awk '{s += $1} END {print s / NR}')
+    gpt) # at equal steps, and in the time that seng-muon takes
+        $seng tune shakespeare-gpt --optimizers seng seng-muon adamw muon soap --label search --trials 16 --jobs "$jobs"
+        $seng compare shakespeare-gpt --optimizers seng seng-muon adamw muon soap --label search --no-stop --again
+        ours=$(tail -qn 1 results/shakespeare-gpt/seng-muon-search-?.jsonl | sed 's/.*"seconds": \([0-9.]*\).*/\1/' | awk '{s += $1} END {print s / NR}')
         epochs_in shakespeare-gpt "$ours" adamw muon soap
         for row in "${each[@]}"; do
             read -r name epochs <<<"$row"
@@ -36,7 +36,7 @@ for race in "$@"; do
         done
         ;;
     autoencoder) # in four seconds; every optimizer is tuned with as many epochs as it trains in them
-        epochs_in mnist-autoencoder 4 seng-orthogonal adam kfac
+        epochs_in mnist-autoencoder 4 seng adam kfac
         for row in "${each[@]}"; do
             read -r name epochs <<<"$row"
             $seng tune mnist-autoencoder --optimizers "$name" --label time --epochs "$epochs" --trials 8 --jobs "$jobs"

@@ -50,7 +50,6 @@ from torch import Generator, Tensor, nn
 
 import seng
 from seng.lab.models import basic, conv_norm, gpt2, initialised
-from seng.lab.muon import MuonAndAdamW
 from seng.lab.record import provenance
 
 # seng.lab.datasets needs numpy, which a bare machine lacks: it is imported only where a dataset is read from its own files.
@@ -192,7 +191,7 @@ def windows(train: Split, batch: int, chance: Generator) -> Iterator[Batch]:
 
 
 def residual_network() -> nn.Module:
-    """Six convolutions with BatchNorm, one residual block, a linear layer: as in small_race.py."""
+    """Six convolutions with BatchNorm, one residual block, a linear layer: for small images."""
     layers = [
         *conv_norm(3, 32, 3, 2),
         nn.ReLU(),
@@ -367,7 +366,13 @@ CONTENDERS = {
     ),
     "adam": by_parameters(torch.optim.Adam, ADAM_LRS),
     "adamw": by_parameters(torch.optim.AdamW, ADAM_LRS, weight_decay=0.01),
-    "muon": by_model(MuonAndAdamW, MUON_LRS, weight_decay=0.01),
+    "muon": by_model(
+        seng.Muon,
+        MUON_LRS,
+        weight_decay=0.01,
+        adjust_lr_fn="match_rms_adamw",
+        adam_betas=(0.9, 0.999),
+    ),
     "seng": ours(),
 }
 

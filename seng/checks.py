@@ -29,6 +29,9 @@ OF_RECIPES = (
     "betas",
     "eps",
     "damping",
+    "ns_coefficients",
+    "ns_steps",
+    "adjust_lr_fn",
     "adam_lr",
     "adam_betas",
     "adam_eps",
@@ -75,15 +78,19 @@ def check_group(
             f"{name}'s momentum has no dampening, and the group asks for "
             f"{group['dampening']!r}"
         )
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    for option in ("lr", "momentum", "weight_decay"):
+    check_lr(group["lr"])
+    for option in ("momentum", "weight_decay"):
         if option in group:
             check_number(option, group[option])
     if "damping" in group:
         check_number("damping", group["damping"], positive=True)
-    if group.get("nesterov") and group["momentum"] <= 0:
-        raise ValueError("nesterov needs a momentum above 0")
+
+
+def check_lr(lr: object) -> None:
+    """Refuse what is no learning rate."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    check_number("lr", lr)
 
 
 def check_number(name: str, value: object, *, positive: bool = False) -> None:

@@ -35,28 +35,35 @@ class Notices:
         self._refuse(layer, f"layer '{layer}' takes the plain gradient: {why}")
 
     def dropped(self, layer: str) -> None:
-        message = f"layer '{layer}': a refresh was dropped, its captures are not finite (see diagnostics())"
+        message = (
+            f"layer '{layer}': a refresh was dropped, its captures are not finite (see "
+            "diagnostics())"
+        )
         self.once(f"{layer} dropped", message)
 
     def failed(self, layer: str, solves: int) -> None:
-        message = f"layer '{layer}': {solves} solves failed and took the plain gradient (see diagnostics())"
+        message = (
+            f"layer '{layer}': {solves} solves failed and took the plain gradient (see "
+            "diagnostics())"
+        )
         self.once(f"{layer} failed", message)
 
     def partial(self, layer: str, cosine: float) -> None:
         """The samples do not add up to the gradient."""
         self.once(
             f"{layer} sum",
-            f"the captured samples of layer '{layer}' do not add up to its gradient (cosine {cosine:.2f}): its weight is "
-            "used outside of it, a hook changes its output, the loss has a penalty on its weight, or the gradient was "
-            "changed after the backward; its curvature is that of the captured part",
+            f"the captured samples of layer '{layer}' do not add up to its gradient (cosine "
+            f"{cosine:.2f}): its weight is used outside of it, a hook changes its output, the loss "
+            "has a penalty on its weight, or the gradient was changed after the backward; its "
+            "curvature is that of the captured part",
         )
 
     def renewed(self) -> None:
         """Ranks that cannot go on with what each of them loaded."""
         self.once(
             "loaded",
-            "the loaded curvature is left aside, since the ranks loaded different ones, or each has its own: the next step "
-            "refreshes it",
+            "the loaded curvature is left aside, since the ranks loaded different ones, or each "
+            "has its own: the next step refreshes it",
         )
 
     def _refuse(self, key: str, message: str) -> None:
@@ -74,9 +81,10 @@ class Notices:
 def not_captured(layer: str) -> RuntimeError:
     """A gradient without a capture: the curvature would be another batch's, or nobody's."""
     return RuntimeError(
-        f"layer '{layer}' has a gradient but was not captured on this refresh step. Its forward must run after the optimizer "
-        "is built (and before torch.compile traces it), through the module itself. torch.compile may have taken the graph of "
-        "an equal layer without hooks: torch._dynamo.config.skip_nnmodule_hook_guards = False makes it look. If its weight is "
+        f"layer '{layer}' has a gradient but was not captured on this refresh step. Its forward "
+        "must run after the optimizer is built (and before torch.compile traces it), through the "
+        "module itself. torch.compile may have taken the graph of an equal layer without hooks: "
+        "torch._dynamo.config.skip_nnmodule_hook_guards = False makes it look. If its weight is "
         "used in another way, leave it out with seng.layers.arrange(layer, None)"
     )
 
@@ -84,9 +92,10 @@ def not_captured(layer: str) -> RuntimeError:
 def not_observed(layer: str, fisher: str) -> RuntimeError:
     """The same where captures come from the module's output."""
     return RuntimeError(
-        f"layer '{layer}' has a gradient but no curvature: fisher={fisher!r} starts from the output of the module that the "
-        "optimizer was given, so on a refresh step that module has to be called as a whole, and not under torch.compile "
-        "(there, call the module itself on a batch inside `with opt.curvature_batch():`)"
+        f"layer '{layer}' has a gradient but no curvature: fisher={fisher!r} starts from the "
+        "output of the module that the optimizer was given, so on a refresh step that module has "
+        "to be called as a whole, and not under torch.compile (there, call the module itself on a "
+        "batch inside `with opt.curvature_batch():`)"
     )
 
 

@@ -70,7 +70,10 @@ def test_any_optimizer_sees_the_directions(kind):
     assert not torch.equal(values(model), values(plain))
     limit = network()
     opt = kind(limit.parameters(), lr=0.01)
-    seng.attach(opt, limit, refresh_every=2, damping=1e15)
+    to_identity = seng.Curvature(base=None)
+    seng.attach(
+        opt, limit, refresh_every=2, damping=1e15, curvature=to_identity
+    )
     train(limit, opt, 5)
     torch.testing.assert_close(
         values(limit), values(plain)
@@ -130,7 +133,7 @@ def test_the_handle_keeps_its_own_state():
 def test_damping_may_change():
     model, plain = network(), network()
     opt = torch.optim.SGD(model.parameters(), lr=0.05)
-    handle = seng.attach(opt, model)
+    handle = seng.attach(opt, model, curvature=seng.Curvature(base=None))
     handle.damping = 1e15
     train(model, opt, 3)
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.05), 3)
@@ -215,8 +218,9 @@ def test_bad_input():
         seng.attach(sgd, model, refresh_every=0)
     with pytest.raises(ValueError, match="are not the module's"):
         seng.attach(sgd, network())
-    with pytest.raises(ValueError, match="the damping cannot be relative"):
-        seng.attach(sgd, model, units="paper")
+    for recipe in ("muon", "paper"):  # the optimizer has its own
+        with pytest.raises(TypeError, match="unexpected keyword.* 'recipe'"):
+            seng.attach(sgd, model, recipe=recipe)
 
 
 @pytest.mark.parametrize("curvature", ["kronecker", {}, 0])

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import naive
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trajectories import UNCENTRED
 
 import seng
 from seng.tell.inspection import inspect
@@ -18,14 +20,14 @@ FORMS = ("explicit", "implicit", "merged", "auto")
 
 
 def optimizer(model, form="auto", samples=None, **options):
-    curvature = seng.Curvature(
-        form=form, samples=samples, rank=10**6, decay=0, relative_damping=False
-    )
+    rank = {} if form == "explicit" else {"rank": 10**6}
+    exact = {**UNCENTRED, "decay": 0, "relative_damping": False, **rank}
+    curvature = seng.Curvature(**exact | {"form": form, "samples": samples})
     defaults = {
         "lr": 1.0,
         "momentum": 0.0,
         "damping": 0.3,
-        "units": "paper",
+        "recipe": "paper",
         "curvature": curvature,
     }
     return seng.SENG(model, **(defaults | options))
@@ -807,9 +809,10 @@ class FunctionalTie(nn.Module):
         return nn.functional.linear(self.table(x).tanh(), self.table.weight)
 
 
-def test_a_weight_that_is_also_used_elsewhere_is_noticed():
+@pytest.mark.parametrize("build", [optimizer, seng.SENG])
+def test_a_weight_that_is_also_used_elsewhere_is_noticed(build):
     model = FunctionalTie()
-    opt = optimizer(model)
+    opt = build(model)
     naive.loss_of(
         model(torch.randint(7, (6, 4))), torch.randn(6, 4, 7)
     ).backward()
@@ -817,6 +820,16 @@ def test_a_weight_that_is_also_used_elsewhere_is_noticed():
         UserWarning,
         match="'table' do not add up to its gradient .* its weight is used outside of it",
     ):
+        opt.step()
+
+
+def test_samples_that_were_left_out_are_not_missed():
+    """Only some of a sum's terms were captured, on purpose: nothing to warn of."""
+    model = nn.Linear(3, 2)
+    opt = optimizer(model, samples=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        naive.loss_of(model(torch.randn(9, 3)), torch.randn(9, 2)).backward()
         opt.step()
 
 
@@ -908,7 +921,7 @@ def test_autocast_does_not_reach_our_own_products(where):
             lr=1.0,
             momentum=0.0,
             damping=1e-3,
-            curvature=seng.Curvature(form="explicit"),
+            curvature=seng.Curvature(**UNCENTRED, form="explicit"),
         )
         # 40 positions: the columns of U are formed inside the backward
         loss = naive.loss_of(
@@ -988,7 +1001,7 @@ def test_inputs_may_be_overwritten(form, bias):
             model,
             lr=0.1,
             refresh_every=3,
-            curvature=seng.Curvature(form=form, rank=64, decay=0),
+            curvature=seng.Curvature(**UNCENTRED, form=form, rank=64, decay=0),
         )
         buffer = torch.empty(3, 4)
         for _ in range(4):
@@ -1008,7 +1021,9 @@ def test_a_block_holds_no_more_than_its_samples():
     opt = seng.SENG(
         layer,
         lr=0.1,
-        curvature=seng.Curvature(form="implicit", samples=4, rank=64, decay=0),
+        curvature=seng.Curvature(
+            base=None, form="implicit", samples=4, rank=64, decay=0
+        ),
     )
     layer(torch.randn(512, 200)).square().mean().backward()
     opt.step()

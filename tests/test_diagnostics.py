@@ -1,11 +1,13 @@
 """Diagnostics: every number against its definition, and what TensorBoard gets."""
 
 import copy
+from functools import partial
 
 import naive
 import pytest
 import torch
 from torch import nn
+from trajectories import UNCENTRED
 
 import seng
 from seng.optim.step_plan import Timer
@@ -55,9 +57,9 @@ def train(model, opt, steps):
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
 @pytest.mark.parametrize("relative", [True, False])
 def test_every_number_is_what_it_says(form, relative):
-    curvature = seng.Curvature(
-        form=form, rank=99, decay=0, relative_damping=relative
-    )
+    rank = {} if form == "explicit" else {"rank": 99}
+    exact = {**UNCENTRED, "decay": 0, "relative_damping": relative, **rank}
+    curvature = seng.Curvature(form=form, **exact)
     _, opt, (before, x, target) = trained(curvature=curvature, damping=0.2)
     for index, (name, entry) in zip(
         (0, 2, 3), opt.diagnostics().items(), strict=True
@@ -92,6 +94,52 @@ def test_every_number_is_what_it_says(form, relative):
         )
 
 
+def test_over_a_base_numbers_are_those_of_whitened_samples():
+    """Eigenvalues of P^{-½}ŪŪᵀP^{-½}; directions are as long as gradients."""
+    _, opt, (before, x, target) = trained(damping=0.2)
+    for index, (name, entry) in zip(
+        (0, 2, 3), opt.diagnostics().items(), strict=True
+    ):
+        assert set(entry) == KEYS and name == str(index)
+        params = list(before[index].parameters())
+        u = naive.per_sample_gradients(before, x, target, params)
+        if index != 2:  # [W b], row by row
+            W, b = u[:, : -len(params[1])], u[:, -len(params[1]) :, None]
+            u = torch.cat([W.view(*b.shape[:2], -1), b], 2).flatten(1)
+        spread = u - u.mean(0)
+        P = inspect(opt).states[(0, 2, 3).index(index)].P
+        white = P.to_power(-0.5).rows(spread)
+        values = torch.linalg.eigvalsh(naive.fisher(white))
+        assert entry["top_eigenvalue"] == pytest.approx(float(values[-1]))
+        assert entry["damping"] == pytest.approx(0.2 * float(values[-1]))
+        whole = float(values.sum() / values[-1])
+        assert entry["effective_rank"] == pytest.approx(whole)
+        assert entry["norm_ratio"] == pytest.approx(1)
+        assert 0 < entry["cosine"] < 1 and entry["bytes"] > 0
+        base = "diagonal" if index == 2 else "kronecker"
+        assert entry["base"] == base and entry["form"] == "merged"
+
+
+@pytest.mark.parametrize(
+    ("build", "form"),
+    [
+        (partial(seng.KFAC, damp="floor"), "power"),
+        (partial(seng.SENG, recipe="muon"), "merged"),
+        (partial(seng.KFAC, damp="tikhonov", recipe="muon"), "merged"),
+    ],
+    ids=["KFAC", "muon", "tikhonov"],
+)
+def test_every_optimizer_and_recipe_has_the_same_keys(build, form):
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    opt = build(model, 0.01)
+    train(model, opt, 2)
+    muon = opt.settings.recipe == "muon"  # whose head is AdamW's
+    assert list(opt.diagnostics()) == (["0"] if muon else ["0", "2"])
+    for entry in opt.diagnostics().values():
+        assert set(entry) == KEYS and entry["form"] == form
+        assert entry["base"] == "kronecker" and entry["refreshed_at"] == 0
+
+
 @pytest.mark.filterwarnings(
     "ignore:seng. Gaussian"
 )  # the second layer is smaller than the larger sketch
@@ -101,7 +149,11 @@ def test_the_sketch_error_falls_with_the_size_of_the_sketch(form):
     for rows in (10, 400):
         torch.manual_seed(0)
         curvature = seng.Curvature(
-            form=form, sketch=seng.sketch.Gaussian(rows), decay=0, rank=4
+            base=None,
+            form=form,
+            sketch=seng.sketch.Gaussian(rows),
+            decay=0,
+            **({} if form == "explicit" else {"rank": 4}),
         )
         _, opt, _ = trained(
             model=nn.Sequential(nn.Linear(5, 100), nn.Linear(100, 3)),
@@ -113,11 +165,11 @@ def test_the_sketch_error_falls_with_the_size_of_the_sketch(form):
 
 def test_the_sketch_error_is_that_of_the_leading_energies():
     curvature = seng.Curvature(
-        form="explicit", sketch=seng.sketch.Rows(12), decay=0
+        base=None, form="explicit", sketch=seng.sketch.Rows(12), decay=0
     )
     _, opt, _ = trained(model=nn.Linear(5, 3), curvature=curvature)
     block = inspect(opt).states[0]
-    U, Xi = block.U.U, block.omega.of(block.U).U
+    U, Xi = block.U.explicit().U, block.omega.of(block.U).explicit().U
     values, V = torch.linalg.eigh(Xi.T @ Xi)
     energies = (U @ V).square().sum(0)
     assert opt.diagnostics()["Linear"]["sketch_error"] == pytest.approx(

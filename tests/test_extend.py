@@ -196,7 +196,7 @@ def test_a_checkpoint_of_an_unknown_metric_is_told_of() -> None:
 def test_sign_descent_moves_each_weight_by_lr(curvature: Any) -> None:
     assert RECIPES["sign"] is Sign
     model = network()
-    opt = seng.SENG(model, 0.01, units="sign", curvature=curvature)
+    opt = seng.SENG(model, 0.01, recipe="sign", curvature=curvature)
     before = [p.detach().clone() for p in model.parameters()]
     after = train(model, opt, 0, 1)
     for old, new, p in zip(before, after, model.parameters(), strict=True):
@@ -216,8 +216,8 @@ def test_sign_descent_moves_each_weight_by_lr(curvature: Any) -> None:
     assert float(loss.detach()) < start
 
 
-def test_units_that_nobody_has_told_of_are_refused() -> None:
+def test_a_recipe_that_nobody_has_told_of_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="unknown units 'cube'; use one of 'sgd', 'pa"
+        ValueError, match="unknown recipe 'cube'; use one of 'sgd', 'pa"
     ):
-        seng.SENG(network(), units="cube")
+        seng.SENG(network(), recipe="cube")

@@ -13,6 +13,7 @@ from conftest import LAYERS, Case
 from naive import dense_direction, flat, relative_error
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev, vmap
+from trajectories import UNCENTRED
 
 import seng
 from seng.layers import fisher as columns
@@ -139,12 +140,15 @@ X, Y = (
 
 def options(**changes: object) -> seng.Curvature:
     plain = {
+        **UNCENTRED,
         "rank": 100,
         "decay": 0.0,
         "relative_damping": False,
         "fisher": "gauss-newton",
         "form": "auto",
     }
+    if changes.get("form") == "explicit":
+        del plain["rank"]
     return seng.Curvature(**{**plain, **changes})  # type: ignore[arg-type]
 
 
@@ -592,7 +596,7 @@ def test_the_network_accumulates_and_truncates_as_one() -> None:
 def test_one_block_has_one_damping_and_fits_its_memory_or_says_so() -> None:
     model = network()
     groups = [
-        {"params": model[0].parameters(), "damping": 0.1},
+        {"params": model[0].parameters(), "damping": 0.2},
         {"params": [*model[3].parameters(), *model[5].parameters()]},
     ]
     opt = seng.SENG(

@@ -25,6 +25,7 @@ from test_recorder import Again
 import seng
 from seng.gpu import grouped, recorder
 from seng.gpu.kernels import AVAILABLE
+from seng.linalg.centred import Centred
 from seng.linalg.operators import Merged
 from seng.optim import engine, gpu_plan
 from seng.optim import step_plan as records
@@ -243,9 +244,14 @@ def grouped_params(model: Net) -> list[dict[str, Any]]:
     ]
 
 
-def built(model: Net, groups=True, **options) -> seng.SENG:
-    options = {"lr": 0.05, "damping": 0.1, "refresh_every": 4} | options
+def built(model: Net, groups=True, metric=None, **options) -> Preconditioned:
+    """SENG with a metric of CURVATURES, or KFAC where there is P alone."""
+    options = {"lr": 0.05, "refresh_every": 4} | options
     params = grouped_params(model) if groups else model.parameters()
+    curvature = CURVATURES.get(metric, options.pop("curvature", None))
+    if curvature is SMALL:
+        return seng.KFAC(params, module=model, rank=SMALL.rank, **options)
+    options = {"damping": 0.1, "curvature": curvature} | options
     return seng.SENG(params, module=model, **options)
 
 
@@ -260,22 +266,41 @@ def change_damping(_, opt):
 
 
 CHANGES = {3: change_lr, 6: change_damping, 7: change_lr}
+over_identity = partial(seng.Curvature, base=None)
+SMALL = seng.Kronecker(rank=4)
 CURVATURES = {
-    "merged": seng.Curvature(rank=3),
-    "merged, not averaged": seng.Curvature(rank=3, decay=0),
-    "explicit": seng.Curvature(form="explicit", decay=0),
-    "implicit": seng.Curvature(form="implicit", rank=2, decay=0),
-    "independent": seng.Curvature(
+    "merged": over_identity(rank=3, centred=False),
+    "merged, centred": over_identity(rank=3, centred=True),
+    "merged, not averaged": over_identity(rank=3, decay=0),
+    "explicit": over_identity(form="explicit", decay=0, centred=False),
+    "explicit, centred": over_identity(form="explicit", decay=0, centred=True),
+    "implicit": over_identity(form="implicit", rank=2, decay=0, centred=False),
+    "implicit, centred": over_identity(
+        form="implicit", rank=2, decay=0, centred=True
+    ),
+    "independent": over_identity(
         form="implicit", combine="independent", decay=0
     ),
-    "sketched": seng.Curvature(
+    "sketched": over_identity(
         form="explicit", sketch=seng.sketch.Gaussian(20), decay=0
     ),
-    "low rank over P": seng.Curvature(base="kronecker", rank=3, base_rank=4),
-    "P alone": seng.Curvature(base="kronecker", rank=0, base_rank=4),
-    "grafted": seng.Curvature(rank=3, graft=True),
+    "low rank over P": seng.Curvature(base=SMALL, rank=3),
+    "explicit over P": seng.Curvature(base=SMALL, form="explicit", decay=0),
+    "implicit over P": seng.Curvature(
+        base=SMALL, form="implicit", rank=2, decay=0
+    ),
+    "P alone": SMALL,
 }
-SERVED = ("merged", "merged, not averaged", "explicit")
+SERVED = (
+    "merged",
+    "merged, centred",
+    "merged, not averaged",
+    "explicit",
+    "explicit, centred",
+)
+OVER_P = "low rank over P", "explicit over P", "implicit over P", "P alone"
+CENTRED = "implicit, centred", "implicit over P"  # kept as operators
+AVERAGED = "merged", "merged, centred", "low rank over P"
 every_curvature = pytest.mark.parametrize("name", CURVATURES)
 
 
@@ -292,11 +317,10 @@ def near(got: list[Tensor], want: list[Tensor], tolerance=2e-5) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_steps_are_those_of_the_plain_plan(name, dtype, both_ways):
     """Over three refreshes, a change of the damping and two of the learning rate."""
-    curvature = CURVATURES[name]
 
     def run():
         model, plans = network(dtype), []
-        opt = built(model, curvature=curvature)
+        opt = built(model, metric=name)
         if not REAL:
             opt.engine.recorder = recorder.Recorder(CPU, Again)
 
@@ -313,15 +337,18 @@ def test_steps_are_those_of_the_plain_plan(name, dtype, both_ways):
     assert plan.others.replay.graph is not None
     # An average of bases has more directions than the first basis.
     assert all(
-        known is plan for known in plans[6 if curvature.averaging else 2 :]
+        known is plan for known in plans[6 if name in AVERAGED else 2 :]
     )
     # Kernels have neither float64 nor factors, and do nothing but g − Ub.
     if dtype == torch.float32 and name in SERVED:
         assert [s.site.name for s in plan.others.solves] == ["up"]
         assert plan.kernels.replay.graph is not None
         assert opt.fusion.last is not None and opt.fusion.last.others
-    elif dtype == torch.float64:
+    elif dtype == torch.float64 or name in OVER_P:
         assert plan.kernels is None and opt.fusion.last is None
+        assert len(plan.others.solves) == 5
+    bases = {type(s.state.U) for s in plan.solves if name != "P alone"}
+    assert (Centred in bases) == (name in CENTRED)
     if not REAL:
         assert plan.others.replay.graph.replays
         assert plan.kernels is None or any(
@@ -422,16 +449,15 @@ BETWEEN = {
     "a learning rate that is a tensor": {3: tensor_lr},
     "one group's damping": {2: new_damping_of_one},
     "a batch for the curvature": {2: other_batch, 7: other_batch},
-    "orthogonal": {3: set_all(orthogonal=True), 7: set_all(orthogonal=False)},
 }
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-@pytest.mark.parametrize("metric", ["merged", "P alone"])
+@pytest.mark.parametrize("metric", ["merged", "low rank over P", "P alone"])
 def test_what_happens_in_between_is_noticed(metric, name, both_ways):
     def run():
         model = network()
-        opt = built(model, curvature=CURVATURES[metric])
+        opt = built(model, metric=metric)
         return train(model, opt, 10, BETWEEN[name])
 
     want, got = both_ways(run)
@@ -444,7 +470,7 @@ def test_solves_that_fail_are_counted(loaded, both_ways):
 
     def run():
         model = network()
-        opt = built(model, curvature=CURVATURES["merged, not averaged"])
+        opt = built(model, metric="merged, not averaged")
         train(model, opt, 3)
         if loaded:
             reload(model, opt)
@@ -466,7 +492,7 @@ def test_a_refresh_that_is_interrupted_leaves_no_half_written_state(
     gpu, monkeypatch
 ):
     model = network()
-    opt = built(model, curvature=CURVATURES["merged, not averaged"])
+    opt = built(model, metric="merged, not averaged")
     train(model, opt, 4)
 
     def interrupted(old, new):
@@ -491,12 +517,15 @@ def test_a_refresh_that_is_interrupted_leaves_no_half_written_state(
     )
 
 
-@pytest.mark.parametrize("metric", ["merged", "implicit", "P alone"])
+@pytest.mark.parametrize(
+    "metric",
+    ["merged", "implicit, centred", "low rank over P", "P alone"],
+)
 def test_a_step_under_autocast_is_in_full_precision(metric, gpu):
     ends = []
     for enabled in (False, True):
         model = network()
-        opt = built(model, curvature=CURVATURES[metric])
+        opt = built(model, metric=metric)
 
         def step(opt=opt, enabled=enabled):
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=enabled):
@@ -519,29 +548,31 @@ def attached(model):
     )
 
 
-ABSOLUTE = seng.Curvature(decay=0, relative_damping=False)
+ABSOLUTE = over_identity(decay=0, relative_damping=False)
 OTHERS = {
     "attach": attached,
     "kfac": lambda model: (
-        opt := seng.KFAC(model, lr=0.02, damping=0.1, refresh_every=4),
+        opt := seng.KFAC(
+            model, lr=0.02, damp="tikhonov", damping=0.1, refresh_every=4
+        ),
         opt,
     ),
     "network": lambda model: (
         opt := built(
-            model, curvature=seng.Curvature(blocks="network", decay=0)
+            model, curvature=over_identity(blocks="network", decay=0)
         ),
         opt,
     ),
     "lagged": lambda model: (
-        opt := built(model, strategy="lagged", curvature=CURVATURES["merged"]),
+        opt := built(model, strategy="lagged", metric="merged"),
         opt,
     ),
     "paper": lambda model: (
-        opt := built(model, units="paper", lr=0.005, curvature=ABSOLUTE),
+        opt := built(model, recipe="paper", lr=0.005, curvature=ABSOLUTE),
         opt,
     ),
     "default": lambda model: (opt := built(model), opt),
-    "orthogonal": lambda model: (opt := built(model, orthogonal=True), opt),
+    "muon": lambda model: (opt := built(model, recipe="muon"), opt),
 }
 
 
@@ -569,7 +600,7 @@ def test_a_closure_and_a_compiled_step_among_others(both_ways):
     def run():
         torch._dynamo.reset()
         model, found = network(), []
-        opt = built(model, curvature=CURVATURES["merged"])
+        opt = built(model, metric="merged")
         compiled = torch.compile(opt.step, backend="eager")
         for i in range(10):
 
@@ -591,7 +622,7 @@ def test_a_closure_and_a_compiled_step_among_others(both_ways):
 
 def test_a_copy_goes_on_by_itself(gpu):
     model = network()
-    opt = built(model, curvature=CURVATURES["merged"])
+    opt = built(model, metric="merged")
     train(model, opt, 3)
     twin = copy.deepcopy({"model": model, "opt": opt})
     want = train(model, opt, 6)
@@ -621,7 +652,8 @@ def test_a_group_that_is_added_later(both_ways):
 def test_a_basis_in_half_precision(form, gpu):
     """As a GPU keeps it under autocast: the same directions as one solver after the other."""
     model = network()
-    opt = built(model, curvature=seng.Curvature(form=form, rank=3, decay=0))
+    rank = 3 if form == "merged" else 16
+    opt = built(model, curvature=over_identity(form=form, rank=rank, decay=0))
     train(model, opt, 1)
     backward(model, 5)
     grads = {p: p.grad.clone() for p in model.parameters()}

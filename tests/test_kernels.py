@@ -15,7 +15,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from seng.gpu.grouped import Grouped, Item, available, fits  # noqa: E402
-from seng.gpu.kernels import AVAILABLE, WORK, pull, push  # noqa: E402
+from seng.gpu.kernels import AVAILABLE, WORK  # noqa: E402
 
 if not AVAILABLE:
     pytest.skip("needs a C compiler", allow_module_level=True)
@@ -417,34 +417,3 @@ def test_what_does_not_fit():
     ):
         assert not fits(replace(x, params=params))
     assert not available(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("tall", [False, True])
-def test_push_and_pull_are_momentum_and_step(nesterov, tall):
-    """Of a weight beside a bias, two matrices of 5 rows, lying on their side or not, with zeros around them."""
-    x, b, p = (draw(10, 700, seed=i) for i in range(3))
-    lr, mu, decay = torch.tensor(
-        [0.1, 0.8, 0.5], dtype=torch.float32, device=DEVICE
-    ).unbind()
-    X = torch.zeros(2, 720, 8, device=DEVICE, dtype=torch.bfloat16)
-    X = X[:, :701, :5].mT if tall else X.view(2, 8, 720)[:, :5, :701]
-    momentum, room = b.double() * 0.8 + x.double(), X[:, :, :700]
-    push(x, b, room, mu, nesterov)
-    torch.testing.assert_close(b.double(), momentum, rtol=1e-6, atol=1e-6)
-    along = x.double() + 0.8 * momentum if nesterov else momentum
-    torch.testing.assert_close(
-        room.double(), along.view(2, 5, 700), rtol=0.01, atol=0.01
-    )
-    assert not X[:, :, 700:].any()
-    length, before = (
-        torch.tensor(
-            [0.5, 2.0, 4.0, 1.0, 1.5] * 2, dtype=torch.float32, device=DEVICE
-        ).view(2, 5, 1),
-        p.clone(),
-    )
-    pull(p, room, length.expand_as(room), 3.0, 0.75, lr, decay)
-    want = 0.95 * before.double() - (
-        0.1 * 3.0 * room.double() / length.double().clamp_min(0.75)
-    ).reshape(10, 700)
-    torch.testing.assert_close(p.double(), want, rtol=1e-5, atol=1e-5)

@@ -38,6 +38,7 @@ def kfac(module: nn.Module, **options) -> seng.KFAC:
             "damping": 0.3,
             "refresh_every": 1,
             "decay": 0.0,
+            "damp": "tikhonov",
         }
         | options,
     )
@@ -293,6 +294,7 @@ def test_a_copy_continues_identically(how):
     opt = seng.KFAC(
         model,
         lr=0.05,
+        damp="tikhonov",
         damping=0.1,
         refresh_every=3,
         nesterov=True,
@@ -305,7 +307,7 @@ def test_a_copy_continues_identically(how):
         torch.save(opt.state_dict(), buffer)
         buffer.seek(0)
         twin = copy.deepcopy(model)
-        resumed = seng.KFAC(twin, lr=1.0, refresh_every=3)
+        resumed = seng.KFAC(twin, lr=1.0, damp="tikhonov", refresh_every=3)
         resumed.load_state_dict(torch.load(buffer, weights_only=True))
     else:
         twin, resumed = (
@@ -347,7 +349,7 @@ def test_a_checkpoint_of_sgd_loads():
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     loss_of(model(batches(1)[0][0]), batches(1)[0][1]).backward()
     sgd.step()
-    opt = seng.KFAC(model, damping=0.2)
+    opt = seng.KFAC(model, damp="tikhonov", damping=0.2)
     opt.load_state_dict(sgd.state_dict())
     assert (
         opt.param_groups[0]["lr"] == 0.3
@@ -361,7 +363,7 @@ def test_training_lowers_the_loss():
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
     x = torch.randn(64, 4)
     y = torch.stack([x.prod(1), x.sin().sum(1)], 1)
-    opt = seng.KFAC(model, lr=0.03)
+    opt = seng.KFAC(model, lr=0.03, damp="tikhonov", refresh_every=10)
 
     def closure():
         opt.zero_grad()
@@ -373,7 +375,8 @@ def test_training_lowers_the_loss():
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_update_is_that_of_sgd_with_the_direction_for_a_gradient():
+@pytest.mark.parametrize("damp", ["floor", "tikhonov"])
+def test_update_is_that_of_sgd_with_the_direction_for_a_gradient(damp):
     model, twin = net(), net()
     options = {
         "lr": 0.1,
@@ -382,13 +385,14 @@ def test_update_is_that_of_sgd_with_the_direction_for_a_gradient():
         "weight_decay": 0.1,
         "maximize": True,
     }
+    kind = {"damp": damp, "refresh_every": 10}
     opt, sgd = (
-        seng.KFAC(model, **options),
+        seng.KFAC(model, **kind, **options),
         torch.optim.SGD(twin.parameters(), **options),
     )
     probe = net()
     alone = seng.KFAC(
-        probe, lr=1.0, momentum=0.0
+        probe, lr=1.0, momentum=0.0, **kind
     )  # whose steps are the directions
     for x, y in batches(3):
         probe.load_state_dict(model.state_dict())
@@ -527,7 +531,14 @@ def test_factors_of_captures_in_bfloat16_are_in_float32(monkeypatch):
 
 def test_param_groups_may_have_their_own_damping_and_come_later():
     model = net()
-    opt = seng.KFAC(model[0].parameters(), module=model, lr=0.01, damping=0.2)
+    opt = seng.KFAC(
+        model[0].parameters(),
+        module=model,
+        lr=0.01,
+        damp="tikhonov",
+        damping=0.2,
+        refresh_every=10,
+    )
     train(opt, model, *batches(1)[0])
     A = factors(opt).A
     opt.add_param_group(
@@ -554,9 +565,25 @@ def test_refusals():
     with pytest.raises(ValueError, match="decay"):
         seng.KFAC(net(), decay=1.0)
     with pytest.raises(ValueError, match="damping"):
-        seng.KFAC(net(), damping=0.0)
+        seng.KFAC(net(), damp="tikhonov", damping=0.0)
+    with pytest.raises(
+        ValueError, match="damped by its floor; leave out damp"
+    ):
+        seng.KFAC(net(), damping=0.3)
+    for given in ({"rank": 8}, {"floor": 0.1}):
+        (name,) = given
+        with pytest.raises(ValueError, match=f"leave out {name}, or use damp"):
+            seng.KFAC(net(), damp="tikhonov", **given)
+    with pytest.raises(ValueError, match="has power 1, not 0.5"):
+        seng.KFAC(net(), damp="tikhonov", power=0.5)
+    with pytest.raises(
+        ValueError, match="unknown damp 'relative'; use one of"
+    ):
+        seng.KFAC(net(), damp="relative")
+    with pytest.raises(ValueError, match="unknown recipe 'adam'; use one of"):
+        seng.KFAC(net(), recipe="adam")
     with pytest.raises(ValueError, match="no layer of LayerNorm"):
-        seng.KFAC(nn.LayerNorm(3))
+        seng.KFAC(nn.LayerNorm(3), damp="tikhonov")
     with pytest.warns(UserWarning, match="no module"):
         seng.KFAC(net().parameters())
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))

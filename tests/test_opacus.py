@@ -75,9 +75,9 @@ def ours(
     if not batch_first:
         for layer in module.modules():
             seng.layers.arrange(layer, lambda t: t.transpose(0, 1))
-    curvature = seng.Curvature(
-        form=FORMS[grad_sample_mode], rank=FULL, decay=0
-    )
+    form = FORMS[grad_sample_mode]
+    rank = {} if form == "explicit" else {"rank": FULL}
+    curvature = seng.Curvature(base=None, form=form, decay=0, **rank)
     opt = seng.SENG(module, curvature=curvature, strict=True)
     oracle.ModelWithLoss(module, loss_reduction)(x).backward()
     samples, grads = opt.engine.collector.samples, {}

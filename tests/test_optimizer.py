@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import io
 import itertools
 import pickle
@@ -11,6 +12,7 @@ import naive
 import pytest
 import torch
 from torch import nn
+from trajectories import UNCENTRED
 
 import seng
 from seng.linalg.sketch import (
@@ -20,11 +22,11 @@ from seng.linalg.sketch import (
     LeverageRows,
     Rows,
 )
-from seng.metrics.choose import usual
 from seng.optim.engine import Engine
+from seng.recipes.recipe import RECIPES
 from seng.tell.inspection import inspect
 
-PAPER = {"relative_damping": False, "decay": 0}
+PAPER = {**UNCENTRED, "relative_damping": False, "decay": 0}
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -74,7 +76,9 @@ def parameters(model) -> torch.Tensor:
 def test_infinite_damping_is_sgd(form, damping, relative, recipe):
     options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.05} | recipe
     ours, theirs = network(), network()
-    curvature = seng.Curvature(form=form, decay=0, relative_damping=relative)
+    curvature = seng.Curvature(
+        base=None, form=form, decay=0, relative_damping=relative
+    )
     train(
         ours,
         seng.SENG(
@@ -102,6 +106,11 @@ def plain_network() -> nn.Module:
     )
 
 
+def whole(form: str) -> dict:
+    """A rank above anything that exists means exact; columns have none."""
+    return {} if form == "explicit" else {"rank": 99}
+
+
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged", "auto"])
 def test_relative_damping_is_a_fraction_of_the_largest_eigenvalue(form):
     model = plain_network()
@@ -118,7 +127,9 @@ def test_relative_damping_is_a_fraction_of_the_largest_eigenvalue(form):
         lr=1.0,
         momentum=0.0,
         damping=0.2,
-        curvature=seng.Curvature(form=form, decay=0, rank=99),
+        curvature=seng.Curvature(
+            **UNCENTRED, form=form, decay=0, **whole(form)
+        ),
     )
     naive.loss_of(model(x), target).backward()
     opt.step()
@@ -131,13 +142,15 @@ def test_relative_damping_is_a_fraction_of_the_largest_eigenvalue(form):
 def test_decay_accumulates_the_curvature_of_refreshes():
     """M ← δM + (1 − δ)M_new, the first with weight 1; for every layer, the norm's too."""
     model = plain_network()
-    curvature = seng.Curvature(decay=0.7, relative_damping=False, rank=99)
+    curvature = seng.Curvature(
+        **UNCENTRED, decay=0.7, relative_damping=False, rank=99
+    )
     opt = seng.SENG(
         model,
         lr=0.1,
         momentum=0.0,
         damping=0.3,
-        units="paper",
+        recipe="paper",
         refresh_every=2,
         curvature=curvature,
     )
@@ -167,13 +180,15 @@ def test_decay_accumulates_the_curvature_of_refreshes():
 
 def test_decay_of_an_embedding():
     model = nn.Embedding(6, 3)
-    curvature = seng.Curvature(decay=0.5, relative_damping=False, rank=99)
+    curvature = seng.Curvature(
+        **UNCENTRED, decay=0.5, relative_damping=False, rank=99
+    )
     opt = seng.SENG(
         model,
         lr=1.0,
         momentum=0.0,
         damping=0.3,
-        units="paper",
+        recipe="paper",
         refresh_every=1,
         curvature=curvature,
     )
@@ -254,7 +269,7 @@ def test_two_dampings_in_one_layer_are_an_error():
     naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
     with pytest.raises(
         ValueError,
-        match=r"one block but its parameters have the dampings \[0.01, 0.5\]",
+        match=r"one block but its parameters have the dampings \[0.1, 0.5\]",
     ):
         opt.step()
 
@@ -281,12 +296,19 @@ def test_a_scheduler_drives_lr_and_a_closure_is_run():
 
 
 FORMS_TO_SAVE = [
+    {},
     *(
         {"form": form, "decay": 0}
         for form in ("explicit", "implicit", "merged")
     ),
+    *(
+        {"base": None, "form": form, "decay": 0}
+        for form in ("explicit", "implicit", "merged")
+    ),
     {"form": "implicit", "rank": 3},
+    {"base": None, "centred": False},
     {
+        "base": None,
         "form": "implicit",
         "rank": 3,
         "combine": "independent",
@@ -294,7 +316,7 @@ FORMS_TO_SAVE = [
     },
     {"decay": 0.6, "rank": 4, "sketch": Rows(20)},
     *(
-        {"form": "explicit", "sketch": sketch}
+        {"base": None, "form": "explicit", "sketch": sketch}
         for sketch in (
             Rows(20),
             LeverageRows(20),
@@ -349,7 +371,7 @@ def test_checkpoints_of_sgd_and_without_new_group_options_load():
     opt.load_state_dict(sgd.state_dict())
     assert (
         opt.param_groups[0]["lr"] == 0.1
-        and opt.param_groups[0]["damping"] == 0.01
+        and opt.param_groups[0]["damping"] == 0.1
     )
     train(model, opt, 3)
     assert parameters(model).isfinite().all()
@@ -361,7 +383,9 @@ def test_training_with_sketches_leaves_the_global_random_stream_alone():
         model,
         lr=0.02,
         refresh_every=1,
-        curvature=seng.Curvature(form="implicit", rank=2, sketch=Rows(5)),
+        curvature=seng.Curvature(
+            base=None, form="implicit", rank=2, sketch=Rows(5)
+        ),
     )
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -378,7 +402,9 @@ def test_sketches_follow_torch_manual_seed_and_differ_between_seeds():
             seng.SENG(
                 model,
                 lr=0.02,
-                curvature=seng.Curvature(form="explicit", sketch=Rows(10)),
+                curvature=seng.Curvature(
+                    base=None, form="explicit", sketch=Rows(10)
+                ),
             ),
             3,
         )
@@ -394,7 +420,7 @@ def test_every_refresh_draws_anew_and_the_steps_between_keep_it():
         model,
         lr=0.0,
         refresh_every=2,
-        curvature=seng.Curvature(form="explicit", sketch=Rows(10)),
+        curvature=seng.Curvature(base=None, form="explicit", sketch=Rows(10)),
     )
     drawn = []
     for i in range(4):
@@ -447,14 +473,46 @@ BAD = {
     ),
     r"decay must lie in \[0, 1\), not 1": lambda m: seng.Curvature(decay=1.0),
     "combine='independent' .* is the implicit form's": lambda m: (
-        seng.Curvature(form="merged", combine="independent")
+        seng.Curvature(base=None, form="merged", combine="independent")
+    ),
+    "combine='independent' has no Kronecker base; give base=None": lambda m: (
+        seng.Curvature(combine="independent")
+    ),
+    "blocks='network' has no Kronecker base; give base=None with": lambda m: (
+        seng.Curvature(blocks="network")
+    ),
+    "form='explicit' with a sketch has no Kronecker base; give b": lambda m: (
+        seng.Curvature(form="explicit", sketch=Rows(9))
+    ),
+    "base.damp='tikhonov' has no Kronecker base": lambda m: seng.Curvature(
+        base=seng.Kronecker(damp="tikhonov")
+    ),
+    "power is the p of C.p, above 0 and at most 1, not 2": lambda m: (
+        seng.Kronecker(power=2)
+    ),
+    "floor is a share of the mean eigenvalue above 0, not 0": lambda m: (
+        seng.Kronecker(floor=0)
+    ),
+    "rank does nothing here, since form='explicit' keeps every": lambda m: (
+        seng.Curvature(form="explicit", rank=3)
+    ),
+    "threshold does nothing here": lambda m: seng.Curvature(threshold=9),
+    "combine='independent' has no centred form; leave centred": lambda m: (
+        seng.Curvature(base=None, combine="independent", centred=True)
     ),
     "memory is bytes": lambda m: seng.Curvature(memory=-5),
     r"memory is bytes \(an int\) or a fraction in \(0, 1\], not 1.5": lambda m: (
         seng.Curvature(memory=1.5)
     ),
-    "the damping cannot be relative": lambda m: seng.SENG(m, units="paper"),
-    "unknown units 'si'": lambda m: seng.SENG(m, units="si"),
+    r"divides by one λ for all layers, over λI: write SENG\(model, \*\*seng": lambda m: (
+        seng.SENG(m, recipe="paper")
+    ),
+    "give Curvature.base=None, relative_damping=False": lambda m: seng.SENG(
+        m, recipe="paper", curvature=seng.Curvature(base=None)
+    ),
+    "unknown recipe 'si'; use one of 'sgd', 'paper', 'muon'": lambda m: (
+        seng.SENG(m, recipe="si")
+    ),
     "unknown strategy 'ring'": lambda m: seng.SENG(m, strategy="ring"),
     "no layer of Sequential is covered.*a recurrent layer runs its time steps inside one operation": lambda m: (
         seng.SENG(nn.Sequential(nn.LSTM(2, 2)), lr=0.1)
@@ -529,7 +587,9 @@ def test_a_gradient_without_a_capture_is_an_error():
 
 def test_parameters_without_a_module_warn_once_and_are_sgd():
     ours, theirs = network(), network()
-    with pytest.warns(UserWarning, match="this is SGD; write SENG") as caught:
+    with pytest.warns(
+        UserWarning, match="in recipe='sgd'; write SENG"
+    ) as caught:
         opt = seng.SENG(ours.parameters(), lr=0.1)
     train(ours, opt, 3)
     train(
@@ -554,7 +614,7 @@ def test_uncovered_layers_take_the_plain_gradient_with_one_warning():
         def forward(self, x):
             return self.scale * self.linear(x)
 
-    for units, divisor in (("sgd", 1.0), ("paper", 0.3)):
+    for recipe, divisor in (("sgd", 1.0), ("paper", 0.3)):
         model = Net()
         with pytest.warns(
             UserWarning, match=r"plain gradient: scale \(no rule for Net"
@@ -564,7 +624,7 @@ def test_uncovered_layers_take_the_plain_gradient_with_one_warning():
                 lr=1.0,
                 momentum=0.0,
                 damping=0.3,
-                units=units,
+                recipe=recipe,
                 curvature=seng.Curvature(**PAPER),
             )
         naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
@@ -575,11 +635,20 @@ def test_uncovered_layers_take_the_plain_gradient_with_one_warning():
         )
 
 
+BASES = pytest.mark.parametrize(
+    "base", [None, seng.Kronecker()], ids=["I", "P"]
+)
+
+
+@BASES
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
-def test_zero_gradients_and_zero_curvature(form):
+def test_zero_gradients_and_zero_curvature(form, base):
     model = nn.Linear(3, 2)
     opt = seng.SENG(
-        model, lr=0.1, curvature=seng.Curvature(form=form), refresh_every=1
+        model,
+        lr=0.1,
+        curvature=seng.Curvature(base=base, form=form),
+        refresh_every=1,
     )
     before = parameters(model)
     (model(torch.zeros(4, 3)) * 0).sum().backward()
@@ -591,12 +660,17 @@ def test_zero_gradients_and_zero_curvature(form):
     model.bias.grad.zero_()
     opt.param_groups[0]["momentum"] = 0.0
     opt.step()
-    torch.testing.assert_close(parameters(model)[:6], before[:6] - 0.1)
+    moved = parameters(model) - before
+    if base is None:
+        torch.testing.assert_close(moved[:6], torch.full((6,), -0.1))
+    else:  # the outputs' factor has curvature
+        assert moved.norm().item() == pytest.approx(0.1 * 6**0.5)
 
 
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
-def test_bad_captures_never_reach_the_parameters(form, bad):
+@BASES
+def test_bad_captures_never_reach_the_parameters(form, bad, base):
     """Captures that are not finite (or overflow when squared) drop the refresh; the gradient itself was clipped to be fine."""
     model = nn.Linear(3, 2)
     opt = seng.SENG(
@@ -604,7 +678,7 @@ def test_bad_captures_never_reach_the_parameters(form, bad):
         lr=0.1,
         refresh_every=1,
         damping=0.1,
-        curvature=seng.Curvature(form=form),
+        curvature=seng.Curvature(base=base, form=form),
     )
     for step in range(4):
         opt.zero_grad()
@@ -658,10 +732,12 @@ def test_a_failed_factorization_falls_back_to_the_plain_gradient_and_is_counted(
 
 def test_diagnostics_tell_form_rank_and_bytes():
     model = network()
-    opt = seng.SENG(model, lr=0.01, curvature=seng.Curvature())
+    opt = seng.SENG(model, lr=0.01)
     train(model, opt, 1)
     report = opt.diagnostics()
     assert list(report) == ["0", "1", "4"]
+    bases = [entry["base"] for entry in report.values()]
+    assert bases == ["kronecker", "diagonal", "kronecker"]
     for entry in report.values():
         assert (
             entry["form"] == "merged"
@@ -674,35 +750,33 @@ def test_diagnostics_tell_form_rank_and_bytes():
         )
 
 
-def test_what_is_kept_without_a_curvature_is_a_kronecker_metric_alone():
-    """The README's one line; and what `explain` and `attach` take is the same."""
+def test_what_is_kept_of_a_kronecker_metric_alone():
     model = network()
-    opt = seng.SENG(model, lr=0.01)
+    opt = seng.KFAC(model, lr=0.01)
     train(model, opt, 1)
     report = opt.diagnostics()
-    assert {entry["base"] for entry in report.values()} == {
-        "kronecker",
-        "diagonal",
-    }
+    bases = [entry["base"] for entry in report.values()]
+    assert bases == ["kronecker", "diagonal", "kronecker"]
     for entry in report.values():
-        assert (
-            entry["columns"] == 0
-            and entry["bytes"] > 0
-            and entry["norm_ratio"] == pytest.approx(1)
-        )
-        assert (
-            entry["effective_rank"] >= 1
-            and entry["top_eigenvalue"] > 0
-            and entry["damping"] > 0
-        )
-    twin = copy.deepcopy(model)
-    handle = seng.attach(
-        torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9), twin
-    )
+        assert entry["form"] == "power" and entry["columns"] == 0
+        assert entry["bytes"] > 0 and entry["damping"] is None
+        assert entry["norm_ratio"] == pytest.approx(1)
+        assert entry["effective_rank"] >= 1 and entry["top_eigenvalue"] > 0
+
+
+def test_the_default_is_a_curvature_s_defaults():
+    """The README's one line; and what `attach` takes is the same."""
+    model, twin = network(), network()
+    opt = seng.SENG(model, lr=0.01)
+    sgd = torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9)
+    handle = seng.attach(sgd, twin)
     kept = [inspect(each).metric.curvature for each in (handle, opt)]
-    assert kept == [usual(model), usual(model)]
-    polar = seng.SENG(twin, orthogonal=True)
-    assert inspect(polar).metric.curvature == seng.Curvature()
+    assert kept == [seng.Curvature(), seng.Curvature()]
+    usual = kept[0]
+    assert usual.centres and usual.samples == 64 and usual.averaging == 0.8
+    assert usual.base == seng.Kronecker(
+        power=0.5, rank=32, floor=0.1, decay=0.8
+    )
 
 
 def test_refresh_on_the_first_step_and_then_every_T():
@@ -741,23 +815,30 @@ def test_add_param_group_covers_the_new_layer():
 
 
 def test_every_combination_of_options_trains():
-    for form, combine, sketch, relative, samples in itertools.product(
+    for base, form, combine, sketch, relative, samples in itertools.product(
+        (None, seng.Kronecker()),
         ("auto", "explicit", "implicit", "merged"),
         ("exact", "independent"),
         (None, Rows(16), KroneckerRows(3, 4)),
         (True, False),
         (None, 4),
     ):
-        if combine == "independent" and form in ("explicit", "merged"):
+        independent = combine == "independent"
+        kept = form in ("explicit", "implicit")
+        if independent and form in ("explicit", "merged"):
+            continue
+        if base is not None and (independent or (kept and sketch)):
             continue
         model = network()
+        rank = {} if form == "explicit" else {"rank": 3}
         curvature = seng.Curvature(
+            base=base,
             form=form,
             combine=combine,
             sketch=sketch,
             relative_damping=relative,
             samples=samples,
-            rank=3,
+            **rank,
         )
         opt = seng.SENG(
             model, lr=0.001, damping=0.5, refresh_every=2, curvature=curvature
@@ -778,7 +859,8 @@ def test_float32_and_bfloat16_parameters_solve_in_float32():
         )
         loss.backward()
         opt.step()
-        assert inspect(opt).states[0].G.V.dtype == torch.float32
+        assert inspect(opt).states[0].P.G.V.dtype == torch.float32
+        assert inspect(opt).states[0].gram.dtype == torch.float32
         assert (
             model[0].weight.dtype == dtype and model[0].weight.isfinite().all()
         )
@@ -834,7 +916,11 @@ def test_a_copy_of_model_and_optimizer_trains_alike_and_apart(how):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25])
 @pytest.mark.parametrize(
     "options",
-    [{"form": "implicit"}, {"combine": "independent", "form": "implicit"}],
+    [
+        {"form": "implicit"},
+        {"base": None, "form": "implicit"},
+        {"base": None, "combine": "independent", "form": "implicit"},
+    ],
     ids=str,
 )
 def test_bad_captures_of_reduced_factors(bad, options):
@@ -908,7 +994,7 @@ def test_add_param_group_that_completes_a_layer_or_is_refused():
 def test_a_checkpoint_of_other_shapes_or_damping_loads_without_its_curvature():
     small, large = nn.Linear(3, 4), nn.Linear(4, 3)
     saved, other = (
-        seng.SENG(m, lr=0.1, momentum=0.0, curvature=seng.Curvature())
+        seng.SENG(m, lr=0.1, momentum=0.0, curvature=seng.Curvature(base=None))
         for m in (small, large)
     )
     small(torch.randn(5, 3)).square().mean().backward()
@@ -918,8 +1004,8 @@ def test_a_checkpoint_of_other_shapes_or_damping_loads_without_its_curvature():
     absolute = seng.SENG(
         small,
         lr=0.1,
-        units="paper",
-        curvature=seng.Curvature(relative_damping=False),
+        recipe="paper",
+        curvature=seng.Curvature(base=None, relative_damping=False),
     )
     absolute.load_state_dict(saved.state_dict())
     assert not inspect(absolute).states[0].relative
@@ -938,7 +1024,8 @@ def test_a_damping_that_goes_bad_later_is_refused(value):
 def test_a_curvature_can_be_varied_field_by_field():
     for field, value in (
         ("form", "explicit"),
-        ("combine", "independent"),
+        ("base", None),
+        ("base", seng.Kronecker(rank=8)),
         ("rank", 3),
     ):
         assert (
@@ -956,13 +1043,13 @@ def test_a_curvature_can_be_varied_field_by_field():
 def test_only_the_same_parameters_are_accumulated():
     model = nn.LayerNorm(4)
     nn.init.normal_(model.weight)
-    curvature = seng.Curvature(decay=0.8, relative_damping=False)
+    curvature = seng.Curvature(**UNCENTRED, decay=0.8, relative_damping=False)
     opt = seng.SENG(
         model,
         lr=0.1,
         momentum=0.0,
         damping=0.3,
-        units="paper",
+        recipe="paper",
         refresh_every=1,
         curvature=curvature,
     )
@@ -1024,14 +1111,14 @@ def test_the_papers_plan_keeps_small_layers_exact():
     model = nn.Conv2d(2, 3, 3)
     x, target = torch.randn(5, 2, 8, 8), torch.randn(5, 3, 6, 6)
     curvature = seng.Curvature(
-        combine="independent", rank=1, relative_damping=False
+        base=None, combine="independent", rank=1, relative_damping=False
     )
     opt = seng.SENG(
         model,
         lr=1.0,
         momentum=0.0,
         damping=0.3,
-        units="paper",
+        recipe="paper",
         curvature=curvature,
     )
     u = naive.per_sample_gradients(model, x, target)
@@ -1066,7 +1153,11 @@ def test_loading_between_backward_and_step_is_made_up_for():
             40_000,
             "where memory=40000 allows 39.1 KiB: use fewer samples, another form",
         ),
-        (5_000_000, "where memory=5000000 allows 4.8 MiB: rank=2 would fit"),
+        (
+            5_000_000,
+            "where memory=5000000 allows 4.8 MiB: "
+            r"rank=2 and base=Kronecker\(rank=4\) would fit",
+        ),
     ],
 )
 def test_curvature_that_memory_does_not_allow_is_refused_with_what_would_fit(
@@ -1077,31 +1168,21 @@ def test_curvature_that_memory_does_not_allow_is_refused_with_what_would_fit(
     opt = seng.SENG(model, lr=0.1, curvature=seng.Curvature(memory=memory))
     model(x).square().mean().backward()
     with pytest.raises(
-        ValueError, match=f"the curvature needs 30.7 MiB {advice}"
+        ValueError, match=f"the curvature needs 31.0 MiB {advice}"
     ):
         opt.step()
 
 
 def test_what_would_fit_into_memory_does():
     model = nn.Sequential(nn.BatchNorm1d(500), nn.Linear(500, 500))
-    curvature = seng.Curvature(memory=5_000_000, rank=2)
+    base = seng.Kronecker(rank=4)
+    curvature = seng.Curvature(memory=5_000_000, rank=2, base=base)
     opt = seng.SENG(model, lr=0.1, strict=True, curvature=curvature)
     model(torch.randn(16, 500)).square().mean().backward()
     opt.step()
     assert {entry["form"] for entry in opt.diagnostics().values()} == {
         "merged"
     }
-
-
-def test_the_memory_of_the_default_is_counted_too():
-    model = nn.Linear(500, 500)
-    curvature = dataclasses.replace(usual(model), memory=100_000)
-    opt = seng.SENG(model, lr=0.1, curvature=curvature)
-    model(torch.randn(16, 500)).square().mean().backward()
-    with pytest.raises(
-        ValueError, match="allows 97.7 KiB: base_rank=8 would fit"
-    ):
-        opt.step()
 
 
 def test_a_step_like_the_last_one_sorts_nothing_again(monkeypatch):
@@ -1139,3 +1220,244 @@ def test_no_positions_are_no_samples_of_curvature():
     layer(torch.randn(4, 0, 7)).sum().backward()
     opt.step()
     assert all(p.isfinite().all() for p in layer.parameters())
+
+
+# Recipes and their options
+
+
+def sgd_of(p, **options):
+    return torch.optim.SGD(p, lr=0.3, momentum=0.5, **options)
+
+
+BUILT = {
+    "sgd": (seng.SENG, 0.1, {"momentum": 0.9, "nesterov": False}),
+    "paper": (
+        lambda m, **o: seng.SENG(m, **seng.presets.paper(), **o),
+        0.05,
+        {"momentum": 0.9, "nesterov": False},
+    ),
+    "muon": (
+        functools.partial(seng.SENG, recipe="muon"),
+        0.02,
+        RECIPES["muon"].options,
+    ),
+}
+COMMON = {"params", "lr", "weight_decay", "damping", "maximize"}
+
+
+@pytest.mark.parametrize("recipe", BUILT)
+def test_a_group_holds_its_recipe_s_keys_and_no_more(recipe):
+    build, lr, options = BUILT[recipe]
+    (group,) = build(network()).param_groups
+    assert group["lr"] == lr and set(group) == COMMON | set(options)
+    assert {name: group[name] for name in options} == options
+    (given,) = build(network(), lr=0.3).param_groups
+    assert given["lr"] == 0.3
+
+
+@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+def test_kfac_damped_by_its_floor_has_no_damping_in_its_groups(recipe):
+    lr, options = BUILT[recipe][1:]
+    (group,) = seng.KFAC(network(), recipe=recipe).param_groups
+    assert group["lr"] == lr
+    assert set(group) == COMMON - {"damping"} | set(options)
+    model = plain_network()[0]
+    other = {"sgd": model, "muon": nn.Sequential(model, nn.Linear(4, 3))}
+    (group,) = seng.KFAC(
+        other[recipe], recipe=recipe, damp="tikhonov"
+    ).param_groups
+    assert set(group) == COMMON | set(options) and group["damping"] == 0.3
+
+
+FOREIGN = {
+    "betas": ("sgd", {"betas": (0.9, 0.99)}),
+    "eps": ("sgd", {"eps": 1e-8}),
+    "betas of muon": ("muon", {"betas": (0.9, 0.99)}),
+}
+
+
+@pytest.mark.parametrize("build", [seng.SENG, seng.KFAC])
+@pytest.mark.parametrize(("recipe", "given"), FOREIGN.values(), ids=FOREIGN)
+def test_an_option_of_another_recipe_is_refused_by_name(build, recipe, given):
+    (name,) = given
+    words = f"{build.__name__} has no option {name} with this recipe"
+    with pytest.raises(ValueError, match=words):
+        build(network(), recipe=recipe, **given)
+    (opt,) = [build(network(), recipe=recipe)]
+    before = [dict(group) for group in opt.param_groups]
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=words):
+        opt.add_param_group({"params": layer.parameters(), **given})
+    assert [dict(group) for group in opt.param_groups] == before
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "words"),
+    [
+        ("sgd", {"adam_lr": 1.0}, "has no option adam_lr"),
+        ("sgd", {"module": None}, "module holds for the whole optimizer"),
+        ("sgd", {"dampening": 0.1}, "has no dampening, and the group asks"),
+        ("sgd", {"nesterov": True, "momentum": 0.0}, "nesterov needs a mom"),
+        ("muon", {"ns_steps": 100}, "ns_steps is a count below 100"),
+        ("muon", {"lr": -1.0}, "lr must be at least 0"),
+    ],
+)
+def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(
+    recipe, given, words
+):
+    model = network()
+    opt = seng.SENG(model[0].parameters(), module=model, recipe=recipe)
+    train(model, opt, 1)
+    before = repr(opt)
+    group = {"params": [*model[1].parameters(), *model[4].parameters()]}
+    with pytest.raises(ValueError, match=words):
+        opt.add_param_group({**group, **given})
+    assert repr(opt) == before
+    opt.add_param_group(group)
+    train(model, opt, 2)
+    assert len(opt.param_groups) == 2
+
+
+def test_a_recipe_s_own_options_are_taken():
+    (group,) = seng.SENG(
+        network(), recipe="muon", nesterov=False, eps=1e-5
+    ).param_groups
+    assert group["nesterov"] is False and group["eps"] == 1e-5
+
+
+of_lr = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "OneCycleLR": lambda opt: of_lr.OneCycleLR(opt, 0.05, total_steps=20),
+    "CosineAnnealingLR": lambda opt: of_lr.CosineAnnealingLR(opt, 9),
+    "LambdaLR": lambda opt: of_lr.LambdaLR(opt, lambda step: 0.9**step),
+    "CyclicLR": lambda opt: of_lr.CyclicLR(opt, 0.01, 0.05),
+}
+
+
+@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+@pytest.mark.parametrize("which", SCHEDULERS)
+def test_keys_of_schedulers_are_let_be_and_come_back(recipe, which):
+    model = network()
+    opt = seng.SENG(model, 0.02, recipe=recipe)
+    bare = set(opt.param_groups[0])
+    scheduler = SCHEDULERS[which](opt)
+    train(model, opt, 1)
+    scheduler.step()
+    state = copy.deepcopy(opt.state_dict())
+    other = seng.SENG(model, 0.02, recipe=recipe)
+    other.load_state_dict(state)
+    keys = opt.param_groups[0].keys()
+    assert other.param_groups[0].keys() == keys
+    assert "initial_lr" in keys - bare
+    train(model, other, 1)
+
+
+@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+def test_one_cycle_cycles_the_momentum_that_acts(recipe):
+    model = network()
+    opt = seng.SENG(model, 0.02, recipe=recipe)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        opt, 0.05, total_steps=10, base_momentum=0.5, max_momentum=0.8
+    )
+    seen = []
+    for i in range(6):
+        seen.append(opt.param_groups[0]["momentum"])
+        before = copy.deepcopy(opt.state[model[4].bias])
+        train(model, opt, 1, i)
+        if recipe == "sgd" and before:
+            mu = seen[-1]
+            b = opt.state[model[4].bias]["momentum_buffer"]
+            rest = b - mu * before["momentum_buffer"]
+            assert rest.norm() > 0
+        scheduler.step()
+    assert seen[0] == 0.8 and min(seen) == pytest.approx(0.5)
+
+
+OTHERS = {
+    "SGD": sgd_of,
+    "SGD, nesterov": lambda p: sgd_of(p, nesterov=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.3, amsgrad=True),
+    "Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], 0.3),
+}
+
+
+@pytest.mark.parametrize("recipe", BUILT)
+@pytest.mark.parametrize("which", OTHERS)
+def test_groups_of_other_optimizers_checkpoints_lose_their_own_keys(
+    recipe, which
+):
+    """torch's foreach, fused, … go, and so do another recipe's options."""
+    model = nn.Sequential(
+        nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False)
+    )
+    theirs = OTHERS[which](list(model.parameters()))
+    opt = BUILT[recipe][0](model)
+    keys, defaults = opt.param_groups[0].keys(), dict(opt.defaults)
+    opt.load_state_dict(theirs.state_dict())
+    (group,) = opt.param_groups
+    assert group.keys() == keys and group["lr"] == 0.3
+    if which.startswith("SGD"):
+        assert group["momentum"] == 0.5
+    if which == "AdamW" and recipe != "muon":
+        assert group["momentum"] == defaults["momentum"]
+    model(torch.randn(5, 3)).square().mean().backward()
+    opt.step()
+    assert parameters(model).isfinite().all()
+
+
+@pytest.mark.parametrize("build", [seng.SENG, seng.KFAC])
+@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+def test_without_a_module_the_warning_names_recipe_and_class(build, recipe):
+    name = build.__name__
+    words = f"in recipe='{recipe}'; write {name}.model, …., or module=model"
+    with pytest.warns(UserWarning, match=words):
+        build(network().parameters(), recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        functools.partial(seng.SENG, recipe="muon"),
+        seng.KFAC,
+        functools.partial(seng.KFAC, recipe="muon"),
+        seng.Muon,
+    ],
+    ids=["SENG, muon", "KFAC", "KFAC, muon", "Muon"],
+)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "file"])
+def test_copies_of_every_optimizer_go_on_alike(build, how):
+    model = network()
+    opt = build(model, 0.02)
+    train(model, opt, 4)
+    if how == "file":
+        file = io.BytesIO()
+        torch.save(opt.state_dict(), file)
+        file.seek(0)
+        twin = copy.deepcopy(model)
+        other = build(twin, 0.02)
+        other.load_state_dict(torch.load(file, weights_only=True))
+    elif how == "deepcopy":
+        twin, other = copy.deepcopy((model, opt))
+    else:
+        twin, other = pickle.loads(pickle.dumps((model, opt)))
+    train(model, opt, 3, 4)
+    train(twin, other, 3, 4)
+    assert torch.equal(parameters(model), parameters(twin))
+
+
+def test_explain_lists_what_a_recipe_leaves_to_adamw():
+    model = nn.Sequential(
+        nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 5)
+    )
+    tokens = torch.randint(5, (6, 3))
+    usual = seng.explain(model, tokens)
+    assert len(usual.plans) == 4 and not usual.uncovered
+    told = seng.explain(model, tokens, recipe="muon")
+    assert [p.dims.name for p in told.plans] == ["1"]
+    opt = seng.SENG(model, recipe="muon")
+    assert told.uncovered == inspect(opt).uncovered
+    table = "AdamW: 0.weight: it is no matrix: it takes AdamW's step"
+    head = "AdamW: 3.bias: the head takes AdamW's step"
+    assert table in str(told) and head in str(told)
+    with pytest.raises(ValueError, match="unknown recipe 'cube'"):
+        seng.explain(model, tokens, recipe="cube")

@@ -1,6 +1,7 @@
 """Recordings, with a stand-in for CUDA graphs that runs the function again into the same buffers: seng/gpu/recorder.py."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import is_
 
 import pytest
 import torch
@@ -8,8 +9,12 @@ from torch import Tensor
 
 from seng.gpu import recorder
 from seng.gpu.recorder import Recorder, Replay, directly, settle, write
+from seng.linalg.centred import Centred
+from seng.linalg.implicit import Implicit
 from seng.linalg.lookup import Lookup
 from seng.linalg.operators import Explicit
+from seng.linalg.sketch import IDENTITY
+from seng.metrics.woodbury import LowRankState
 
 CPU = torch.device("cpu")
 
@@ -94,6 +99,41 @@ def test_operators_are_taken_apart():
     assert len(run.recordings) == 2
 
 
+def test_operators_inside_operators_are_taken_apart():
+    run = Recorder(CPU, Again)
+    roots = torch.full((4,), 0.5)
+    for i in range(4):
+        draw = torch.Generator().manual_seed(i)
+        G = torch.randn(4, 1, 3, 2, generator=draw)
+        A = torch.randn(4, 1, 5, 2, generator=draw)
+        U = Centred(Implicit(G, A), roots)
+        (K,) = run(lambda_free, U)
+        columns = U.explicit().U
+        torch.testing.assert_close(K, columns.T @ columns)
+    assert len(run.recordings) == 1 and None not in graphs(run)
+    run(lambda_free, U.U)
+    run(lambda_free, Centred(U.explicit(), roots))
+    assert len(run.recordings) == 3
+
+
+def test_a_centred_state_settles_whole():
+    found = []
+    for i in range(2):
+        G = torch.full((4, 1, 3, 2), 1.0 + i)
+        A = torch.full((4, 1, 5, 2), 2.0 + i)
+        U = Centred(Implicit(G, A), torch.full((4,), 0.5 - i / 10))
+        gram = torch.eye(4) + i
+        found.append(LowRankState(U, IDENTITY, gram, gram[0, 0], True))
+    old, new = found
+    places = old.tensors()
+    assert len(places) == 6 and settle(old, new) is old
+    assert all(map(is_, old.tensors(), places))
+    for place, t in zip(places, new.tensors(), strict=True):
+        assert torch.equal(place, t)
+    plain = replace(new, U=new.U.U)
+    assert settle(old, plain) is plain
+
+
 def lambda_free(U):
     return (U.gram(),)
 
@@ -101,8 +141,11 @@ def lambda_free(U):
 def test_what_waits_for_the_device_and_what_lies_elsewhere_is_run():
     run = Recorder(CPU, Again)
     U = Lookup(torch.tensor([[0, 1]]), torch.ones(1, 2, 3), 4)
+    about_mean = Centred(U, torch.full((1,), 0.5))
     for _ in range(3):
         torch.testing.assert_close(run(lambda_free, U), [U.gram()])
+        (K,) = run(lambda_free, about_mean)
+        torch.testing.assert_close(K, about_mean.gram())
         run(Counted(), *(t.to("meta") for t in numbers(1)), by=1.0)
     assert not run.recordings
 

@@ -379,9 +379,10 @@ def test_tasks_with_ours_beside_them(
         and "95 % interval" in text
     )
     assert (
-        f"seng compare {task} --optimizers kfac --seeds 3" in text.splitlines()
+        f"seng compare {task} --optimizers seng-lowrank kfac --seeds 3"
+        in text.splitlines()
     )
-    every = "--optimizers seng-paper seng sgd adam kfac --seeds 3"
+    every = "--optimizers seng-paper seng seng-lowrank sgd adam kfac --seeds 3"
     assert f"seng compare cifar10-vgg16bn {every}" in text.splitlines()
     assert (
         f"seng compare cifar100-vgg16bn {every}   # needs CIFAR-100: seng data cifar100"
@@ -513,12 +514,18 @@ def test_studies_come_from_labels_and_are_of_another_task(
         "another task than the paper's" in text
         and "neither times nor epochs are comparable" in text
     )
-    assert (
-        "--label T200" in text
-        and "--label T500" in text
-        and "--label T100" not in text
-        and "Left out" not in text
-    )
+    missing = [
+        (line.split("--seeds")[0].split()[4:], line.split("=")[-1])
+        for line in text.splitlines()
+        if line.startswith("seng compare")
+    ]
+    both, one = ["seng", "seng-lowrank"], ["seng-lowrank"]
+    periods = ("20", "100", "200", "500", "800")
+    assert missing == [
+        (both if period in ("200", "500") else one, period)
+        for period in periods
+    ]
+    assert "Left out" not in text
     text = printed(capsys, "batch", "--results", str(tmp_path))
     lines = [line.split() for line in text.splitlines()]
     assert ["4096", "32", "41", "49.7", "0.93", "72.66", "0.93"] in lines
@@ -533,7 +540,7 @@ def test_studies_come_from_labels_and_are_of_another_task(
         "–",
     ] in lines
     assert (
-        "seng compare cifar10-resnet18 --optimizers seng muon --seeds 3 --batch 1024 --label b1024 --no-stop"
+        "seng compare cifar10-resnet18 --optimizers seng seng-lowrank muon --seeds 3 --batch 1024 --label b1024 --no-stop"
         in text
     )
     text = printed(capsys, "large-batch", "--results", str(tmp_path))
@@ -547,7 +554,7 @@ def test_runs_without_a_label_stand_for_what_they_ran_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = "cifar10-resnet18"
-    for name in ("seng", "sgd", "muon"):
+    for name in ("seng", "seng-lowrank", "sgd", "muon"):
         write(
             tmp_path,
             task,
@@ -555,7 +562,7 @@ def test_runs_without_a_label_stand_for_what_they_ran_with(
             0,
             [0.5, 0.93],
             2.0,
-            recipe={"refresh_every": 50} if name == "seng" else {},
+            recipe={"refresh_every": 50} if "seng" in name else {},
         )
         write(tmp_path, task, name, 0, [0.5, 0.92], 1.0, label="b1024")
     write(tmp_path, task, "seng", 0, [0.5, 0.93], 1.6, label="T800")
@@ -571,16 +578,20 @@ def test_runs_without_a_label_stand_for_what_they_ran_with(
         return [
             [*line[:2], *line[-2:]]
             for line in lines
-            if line[:1] in (["seng"], ["sgd"]) and line[1] != "compare"
+            if line[:1] in (["seng"], ["seng-lowrank"], ["sgd"])
+            and line[1] != "compare"
         ]
 
     both = [["256", "2.00", "1.00"], ["1024", "1.00", "0.50"]]
     assert ours("batch") == [
-        [name, *numbers] for name in ("seng", "sgd") for numbers in both
+        [name, *numbers]
+        for name in ("seng", "seng-lowrank", "sgd")
+        for numbers in both
     ]
     assert ours("frequency") == [
         ["seng", "50", "2.00", "1.25"],
         ["seng", "800", "1.60", "1.00"],
+        ["seng-lowrank", "50", "2.00", "–"],
     ]
     text = printed(capsys, "batch", "--results", str(tmp_path))
     assert (
@@ -590,7 +601,7 @@ def test_runs_without_a_label_stand_for_what_they_ran_with(
     write(
         tmp_path, task, "sgd", 0, [0.5, 0.91], 4.0, label="b256"
     )  # has said so itself
-    assert ours("batch")[2:] == [
+    assert ours("batch")[4:] == [
         ["sgd", "256", "4.00", "1.00"],
         ["sgd", "1024", "1.00", "0.25"],
     ]

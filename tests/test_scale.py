@@ -201,7 +201,7 @@ def test_a_step_is_taken_from_the_benchmark_or_asked_for(
         scale.recorded("resnet50")
     sgd, ours = (
         {"contender": "sgd", "step_ms": 50.0},
-        {"contender": "seng", "idle_ms": 52.0, "refresh_ms": 100.0},
+        {"contender": "seng lowrank", "idle_ms": 52.0, "refresh_ms": 100.0},
     )
     result = {
         "machine": "A GPU, 8 CPUs",

@@ -247,6 +247,14 @@ def test_a_range_moves_along_with_the_tasks_own_value() -> None:
     assert isinstance(far, Between) and (far.low, far.high) == (0.6, 0.99)
 
 
+def test_a_weight_decay_that_a_task_brings_is_searched() -> None:
+    """The library's own is 0, by which no range can move."""
+    space = Plan(DIGITS, "seng").space
+    assert space["weight_decay"] == recipes.SENG.space["weight_decay"]
+    none = replace(DIGITS, recipes={"seng": {"weight_decay": 0.0}})
+    assert "weight_decay" not in Plan(none, "seng").space
+
+
 def test_schedules_shrink_with_the_budget() -> None:
     short = Plan(TASKS["imagenet-resnet50"], "seng-paper", epochs=7.6)
     assert short.lengths == pytest.approx(
@@ -313,14 +321,14 @@ def test_what_is_set_is_not_searched_and_stays_with_what_is_found(
             )
 
 
-def test_the_papers_grids_come_in_an_order_of_the_seed_each_point_once() -> (
-    None
-):
-    plan = Plan(
-        TASKS["cifar10-resnet18"], "seng-paper", sampler="grid", trials=10_000
-    )
+@pytest.mark.parametrize("name", ["seng-paper", "kfac"])
+def test_the_papers_grids_come_in_an_order_of_the_seed_each_point_once(
+    name: str,
+) -> None:
+    """Of SENG as they are printed, of K-FAC in SGD's units."""
+    plan = Plan(TASKS["cifar10-resnet18"], name, sampler="grid", trials=10_000)
     grid = [
-        paper.in_sgd_units(point)
+        paper.in_sgd_units(point) if name == "kfac" else point
         for grid in plan.grids
         for point in paper.points(grid)
     ]

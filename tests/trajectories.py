@@ -122,11 +122,14 @@ def curved(
     **curvature: Any,
 ) -> Method:
     """SENG with a curvature, uncentred over λI unless asked otherwise."""
+    curvature = UNCENTRED | curvature
+    if curvature.get("form") == "explicit":
+        del curvature["rank"]
     return Method(
         lambda m: seng.SENG(
             m,
             lr,
-            curvature=Curvature(**UNCENTRED | curvature),
+            curvature=Curvature(**curvature),
             **{"refresh_every": EVERY, "damping": 0.01} | (options or {}),
         ),
         loop,
@@ -176,7 +179,13 @@ def groups(model: nn.Module) -> Any:
     )
 
 
-UNCENTRED: dict[str, Any] = {"base": None, "centred": False, "samples": None}
+UNCENTRED: dict[str, Any] = {
+    "base": None,
+    "centred": False,
+    "samples": None,
+    "rank": 16,
+    "decay": 0.8,
+}
 COVERED: dict[str, Any] = {  # over P, as centred
     "base": seng.Kronecker(rank=4, floor=0.03),
     "centred": True,

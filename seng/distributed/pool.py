@@ -2,12 +2,12 @@
 
     U = [U_1, …, U_𝓜]/√𝓜,   Y = (UV)ᵀ = Σ_i (U_i V_i)ᵀ/√𝓜
 
-V (ϱ, k) are the leading directions of the whole Gram, cross terms between ranks included; of samples
-about the mean of all ranks' the Gram is HUᵀUH, and V has H before it (`seng.linalg.centred`). Each
-layer has a rank that owns it. Every rank sends the owner Ξ_i = ΩU_i, with Ω drawn alike on all
-ranks. The owner finds V from ΞᵀΞ and sends each rank its rows V_i. Then Y is a sum over ranks, the
-same on all of them. Ω only chooses the subspace. Where all columns are kept, V = I, and nothing is
-lost.
+V (ϱ, k) are the leading directions of the whole Gram, cross terms between ranks included. Of
+samples about the mean of all ranks the Gram is HUᵀUH, and V has H before it
+(`seng.linalg.centred`). Each layer has a rank that owns it. Every rank sends the owner Ξ_i = ΩU_i,
+with Ω drawn alike on all ranks. The owner finds V from ΞᵀΞ and sends each rank its rows V_i. Then Y
+is a sum over ranks, the same on all of them. Ω only chooses the subspace. Where all columns are
+kept, V = I, and nothing is lost.
 
 Sent per refresh and layer: k·n numbers in a reduction, in half precision where the network is
 trained so; and q·ϱ_i + k·ϱ numbers to and from its owner.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from seng.distributed.team import Team
-from seng.linalg.centred import about_mean, differs
+from seng.linalg.centred import about_mean, differing
 from seng.linalg.implicit import Implicit
 from seng.linalg.numerics import spectrum, start, widest
 from seng.linalg.operators import Operator, Shape
@@ -58,11 +58,13 @@ class Share:
         return Y
 
 
-def empty(shape: Shape, dtype: torch.dtype, device: torch.device) -> Operator:
-    """U of a rank without samples."""
+def empty(
+    shape: Shape, dtype: torch.dtype, device: torch.device, columns: int = 0
+) -> Operator:
+    """U of a rank without samples: no columns, or zeros."""
     h, n_G, n_A = shape
-    G = torch.zeros(0, h, n_G, 1, dtype=dtype, device=device)
-    return Implicit(G, G.new_zeros(0, h, n_A, 1))
+    G = torch.zeros(columns, h, n_G, 1, dtype=dtype, device=device)
+    return Implicit(G, G.new_zeros(columns, h, n_A, 1))
 
 
 def pooled(
@@ -96,15 +98,8 @@ def _centred(shares: list[Share], parts: list[Tensor]) -> list[Tensor]:
     out = []
     for s, Y in zip(shares, parts, strict=True):
         whole = s.V is None and s.roots is not None
-        out.append(_about_mean(Y, s.roots) if whole else Y)
+        out.append(differing(Y, s.roots) if whole else Y)  # type: ignore[arg-type]
     return out
-
-
-def _about_mean(rows: Tensor, roots: Any) -> Tensor:
-    """HUᵀ of Uᵀ (ϱ, n); zeros where the rows do not differ from their mean."""
-    found = about_mean(rows, roots)
-    traces = rows.square().sum(), found.square().sum()
-    return found * differs(*traces, len(rows))
 
 
 def _find_directions(
@@ -127,7 +122,7 @@ def _find_directions(
         rows = [part.view(len(s.Xi), -1) for part in parts]
         Xi = torch.cat(rows, 1)
         if s.roots is not None:
-            Xi = _about_mean(Xi.T, s.roots).T
+            Xi = differing(Xi.T, s.roots).T
         V = _leading(Xi, s.rank, s.generator())
         if s.roots is not None:
             V = about_mean(V, s.roots) * Xi.any()

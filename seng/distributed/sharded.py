@@ -8,8 +8,8 @@ more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seng.distributed.team import Team
-from seng.layers.sites import Segments, Site, is_sharded, like, local, spread
+from seng.layers.sites import (
+    Segment,
+    Segments,
+    Site,
+    is_sharded,
+    like,
+    local,
+    spread,
+)
 from seng.linalg.operators import Merged, Operator
 
 
@@ -81,6 +89,9 @@ class Sharded(Merged):
         self.team.sum_([out], "a Gram of spread parameters")
         return out
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Sharded:
+        return replace(self, Y=change(self.Y))
+
     def halved(self) -> Sharded:
         return self
 
@@ -126,6 +137,41 @@ def spread_basis(site: Site, active: Segments, Y: Tensor) -> Operator:
     Y = Y.to(site.dtype)
     if not site.sharded:
         return Merged.of(Y, site.shape(active))
+    return _cut(site, active, Y)
+
+
+def _cut(site: Site, active: Segments, Y: Tensor) -> Sharded:
     taken_apart = partial(site.scatter_whole, active)
     parts = torch.vmap(taken_apart, out_dims=-1)(Y)  # (*shape, k) each
     return from_parts(list(parts.values()), list(parts), Y.dtype)
+
+
+class Place:
+    """Which numbers of a spread layer lie on this rank."""
+
+    def __init__(self, site: Site, active: Segments) -> None:
+        self.site = site
+        self.active = active
+        self.team = holders(site.lead)  # the ranks that have the others
+        self.widths = [s.shape[2] for s in active]
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether they are whole rows of the layer's one matrix."""
+        h, n_G, _ = self.site.shape(self.active)
+        return h == 1 and all(_by_rows(s, n_G) for s in self.active)
+
+    def rows(self, V: Tensor) -> Tensor:
+        """This rank's rows of V (n_G, r), where it has whole rows."""
+        return spread(V, self.active[0].param)
+
+    def cut(self, z: Tensor) -> Tensor:
+        """This rank's numbers of z (n,)."""
+        return _cut(self.site, self.active, z[None]).Y[0]
+
+
+def _by_rows(s: Segment, n_G: int) -> bool:
+    """Whether a rank has rows of a parameter that are rows of the matrix."""
+    placements = s.param.placements  # type: ignore[attr-defined]
+    first = all(kind.dim == 0 for kind in placements if kind.is_shard())
+    return first and s.in_order and s.param.shape[0] == n_G

@@ -1,4 +1,4 @@
-"""Which processes share the curvature, what they send each other, and when (section 4 of the paper).
+"""Which processes share the curvature, what they send each other, and when (section 4).
 
     local    one process
     shared   one basis on all ranks, from the samples of all of them; nothing is sent between
@@ -8,6 +8,8 @@
 
         d = g − (1/𝓜) Σ_i U_i b_i,   b_i = (λI + U_iᵀU_i)⁻¹U_iᵀ ĝ     (eqs. sol-ls-1-dist,
                                                                       Dist-syn-2)
+
+`block` over a base is the mean of P⁻¹g − Z_i b_i at the length of g: P is pooled as `shared` has it.
 
 `block` has ĝ = g: one more gradient travels at every step. `lagged` has ĝ = g_{k−1}: the sum is known
 before the backward and travels in the gradient's own messages; on refresh steps U_i is new, and it
@@ -279,8 +281,8 @@ class Shared:
                 )
             )
         most = samples.limit
-        totals = [min(total, most) for total in totals]
-        return Census(totals, any(halves), sites)
+        taken = [min(total, most) for total in totals]
+        return Census(taken, any(halves), sites)
 
     def loaded(self, state: list[int], device: torch.device) -> bool:
         """Whether all ranks have loaded the same, so that they can go on from it."""
@@ -315,6 +317,7 @@ class Shared:
                 anew.append(i)
             elif seen.count(seen[0]) < len(seen):
                 self.team.from_first(tensors, "sharing a basis")
+                states[i].follow()
         return anew
 
 
@@ -368,10 +371,11 @@ class Averaged(Shared):
             mean = self._mean(base, plan)
         if self.lagged:
             self.before = {p: g.clone() for p, g in grads.items()}
-        return {
+        ds = {
             p: g - mean[p].to(g.dtype) if p in mean else g
             for p, g in grads.items()
         }
+        return plan.grafted(grads, ds)
 
     def ahead(self, plan: Any, stamp: Any) -> None:
         """What can be sent along with the next gradients, if they refresh nothing."""

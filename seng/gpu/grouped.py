@@ -85,7 +85,7 @@ def _alike(x: Tensor, p: Tensor) -> bool:
 
 
 def _dims(p: Tensor, rows: int = 1) -> list[tuple[int, int]]:
-    """(size, stride) of the fewest dimensions that a row-major walk through one row goes through."""
+    """(size, stride) of the fewest dimensions that a row-major walk through one row has."""
     dims: list[tuple[int, int]] = []
     first = int(rows > 1)
     for size, stride in zip(p.shape[first:], p.stride()[first:], strict=True):
@@ -234,7 +234,8 @@ class Grouped:
         """The tables, which hold for as long as the parameters stay where they are."""
         if any(p.device != self.device for p in self.params):
             raise RuntimeError(
-                f"the parameters were moved away from {self.device}, where their curvature is: build the optimizer anew"
+                f"the parameters were moved away from {self.device}, where their curvature is: "
+                "build the optimizer anew"
             )
         alike: defaultdict[object, list[tuple[int, Item]]] = defaultdict(list)
         param = 0

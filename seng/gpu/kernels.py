@@ -1,4 +1,4 @@
-"""Triton kernels: four for the steps between refreshes, two for the orthogonal step.
+"""Triton kernels: four for the steps between refreshes.
 
     d = g − Yᵀ(C(Yg))                            (eqs. 8, 12)
     d ← ±d + wθ,   m ← μm + d,   θ ← θ − η·(m, or d + μm by Nesterov)
@@ -7,8 +7,6 @@ A block's flat index i = r·n_A + a is cut into tiles of TILE numbers. `dots` le
 `sums` adds up to SPAN tiles, `core` gives b = C(Yg), and `finish` ends with d or with the new θ.
 Sums are taken in a fixed order, in float32. `seng.gpu.grouped` makes their tables and launches
 them.
-
-`push` and `pull` are what the orthogonal step does before and after its products.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -21,7 +19,6 @@ from shutil import which
 from typing import Any
 
 import torch
-from torch import Tensor
 
 try:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -30,7 +27,6 @@ try:
 except ImportError:
     triton = tl = None
 jit: Callable[[Any], Any] = getattr(triton, "jit", lambda kernel: kernel)
-jit_any_n = jit if triton is None else triton.jit(do_not_specialize=["n"])
 
 
 MANY = 64  # rows of Y from which a block is worked on as a tall one
@@ -270,113 +266,3 @@ def finish(
         step = tl.where(nesterov, d + momentum * m, m)
         d = weight - _either(second, hyper, first, other) * step
     tl.store(target, d.to(TYPE), mask=inside)
-
-
-PIECE = 1024  # numbers of `push` and `pull` for one program
-
-
-@jit
-def _spot(i, rows, width, matrix, row, column):
-    """Where number i of a parameter lies in matrices of so many rows, by their strides."""
-    r, c = i // width, i % width
-    return (r // rows).to(tl.int64) * matrix + (r % rows) * row + c * column
-
-
-@jit_any_n
-def _push(
-    x,
-    b,
-    room,
-    momentum,
-    n,
-    rows,
-    width,
-    matrix,
-    row,
-    column,
-    NESTEROV: constexpr,
-    TILE: constexpr,
-):
-    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = i < n
-    mu, g = tl.load(momentum), _numbers(x + i, inside)
-    m = mu * _numbers(b + i, inside) + g
-    tl.store(b + i, m, mask=inside)
-    along = g + mu * m if NESTEROV else m
-    tl.store(
-        room + _spot(i, rows, width, matrix, row, column),
-        along.to(room.dtype.element_ty),
-        mask=inside,
-    )
-
-
-@jit_any_n
-def _pull(
-    p,
-    room,
-    length,
-    root,
-    least,
-    lr,
-    decay,
-    n,
-    rows,
-    width,
-    matrix,
-    row,
-    column,
-    each,
-    down,
-    across,
-    TILE: constexpr,
-):
-    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = i < n
-    q = _numbers(room + _spot(i, rows, width, matrix, row, column), inside)
-    size = tl.load(
-        length + _spot(i, rows, width, each, down, across),
-        mask=inside,
-        other=1,
-    )
-    eta = tl.load(lr)
-    kept = (1 - eta * tl.load(decay)) * _numbers(p + i, inside)
-    tl.store(
-        p + i,
-        kept - q * (eta * root / tl.where(size < least, least, size)),
-        mask=inside,
-    )
-
-
-def push(
-    x: Tensor,
-    b: Tensor,
-    room: Tensor,
-    momentum: Tensor,
-    nesterov: bool,
-) -> None:
-    """b ← μb + x, and b, or x + μb, into its room (h, rows, columns), as x lies in memory."""
-    n = x.numel()
-    places = *room.shape[1:], *room.stride()
-    _push[(triton.cdiv(n, PIECE),)](
-        x, b, room, momentum, n, *places, NESTEROV=nesterov, TILE=PIECE
-    )
-
-
-def pull(
-    p: Tensor,
-    room: Tensor,
-    length: Tensor,
-    root: float,
-    least: float,
-    lr: Tensor,
-    decay: Tensor,
-) -> None:
-    """θ ← (1 − lr·decay)·θ − lr·root·q/max(length, least).
-
-    q lies in rooms as `push` fills them, and each number of it has its length.
-    """
-    n = p.numel()
-    places = *room.shape[1:], *room.stride(), *length.stride()
-    _pull[(triton.cdiv(n, PIECE),)](
-        p, room, length, root, least, lr, decay, n, *places, TILE=PIECE
-    )

@@ -348,7 +348,7 @@ class Train:
     task: Positional[str]
     """digits-cnn, mnist-autoencoder, fashion-cnn, cifar10-resnet18, …"""
     optimizer: Positional[str] = "seng"
-    """seng, seng-paper, sgd, adam, adamw, kfac, muon, soap or shampoo."""
+    """seng, seng-lowrank, seng-muon, seng-paper, kfac, kfac-root, kfac-floor, sgd, adam, adamw, muon, soap or shampoo."""
     seed: int = 0
     amounts: Amounts = Amounts()
     how: How = How()
@@ -362,7 +362,7 @@ class Compare:
     task: Positional[str]
     """digits-cnn, mnist-autoencoder, fashion-cnn, cifar10-resnet18, …"""
     optimizers: tuple[str, ...] = ("seng", "sgd", "adam", "kfac")
-    """Of seng, seng-kronecker, seng-orthogonal, seng-paper, sgd, adam, adamw, kfac, muon, soap, shampoo."""
+    """Of seng, seng-lowrank, seng-muon, seng-paper, kfac, kfac-root, kfac-floor, sgd, adam, adamw, muon, soap, shampoo."""
     seeds: int = 3
     """How many: 0, 1, …"""
     amounts: Amounts = Amounts()

@@ -68,7 +68,7 @@ def kfac(model: nn.Module, lr: float) -> Optimizer:
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
             arrange(layer, None)
-    return KFAC(model, lr)
+    return KFAC(model, lr, damp="tikhonov", refresh_every=10)
 
 
 RECIPES = (

@@ -179,7 +179,7 @@ class LargeBatch:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The fields of a recipe, in the paper's units."""
+        """The fields of a recipe of "seng-paper"."""
         values = {
             key: value for key, value in asdict(self).items() if key != "batch"
         }
@@ -280,7 +280,7 @@ def points(grid: Grid) -> Iterator[dict[str, Any]]:
 
 
 def in_sgd_units(point: Mapping[str, Any]) -> dict[str, Any]:
-    """A point of SENG's or K-FAC's grids in our recipes' units instead of the paper's: lr/λ and λ·weight_decay."""
+    """A point of K-FAC's grids in the units of our recipe, SGD's, instead of the paper's: lr/λ and λ·weight_decay."""
     damping = point["damping"]
     return {
         **point,

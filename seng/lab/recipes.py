@@ -1,25 +1,38 @@
-"""The optimizers that are compared, each with its defaults and with what a search may vary: SENG, low rank, as it comes, with
-Muon's step and the paper's; SGD, Adam, AdamW and Muon of torch; our K-FAC; SOAP and Shampoo of pytorch_optimizer.
+"""The optimizers that are compared, each with its defaults and with what a search may vary.
+
+`seng` is `seng.SENG(model, lr)`, as it comes; its other forms, K-FAC and its root are named beside it. SGD, Adam and AdamW are
+torch's, Muon is `seng.Muon`, SOAP and Shampoo are pytorch_optimizer's. What is an option of the library and a field of a recipe
+has the library's default, and is read from there.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 import seng
-from seng.lab.muon import MuonAndAdamW
 from seng.lab.names import unknown
 from seng.lab.recipe import Between, OneOf, Recipe, Space, Steps
 from seng.layers.sites import survey
-from seng.metrics.curvature import BASE_RANK, Base, Combine, Form
+from seng.metrics.curvature import Combine, Form
 from seng.metrics.kronecker import Tikhonov
 from seng.optim import schedules
-from seng.optim.settings import DAMPING, REFRESH_EVERY
+from seng.optim.kfac import TIKHONOV_DAMPING
+from seng.optim.settings import DAMPING, REFRESH_EVERY, recipe_of
+
+CURVATURE = seng.Curvature()
+KRONECKER = seng.Kronecker()
+TIKHONOV = seng.Kronecker(damp="tikhonov")
+PAPER = seng.presets.paper()
+WEIGHT_DECAY: float = (
+    inspect.signature(seng.SENG).parameters["weight_decay"].default
+)
+BRINGS_SGD, BRINGS_MUON, PRINTED = map(recipe_of, ("sgd", "muon", "paper"))
 
 
 def _fused(model: nn.Module) -> bool | None:
@@ -91,7 +104,7 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class Muon(Recipe):
-    """torch's, beside AdamW for the head, norms and biases."""
+    """Ours, which equals torch's: steps as long as AdamW's, and torch's AdamW for the head, norms and biases."""
 
     lr: float = 1e-2
     weight_decay: float = 0.3
@@ -104,12 +117,13 @@ class Muon(Recipe):
     }
 
     def optimizer(self, model: nn.Module) -> Steps:
-        return MuonAndAdamW(
+        return seng.Muon(
             model,
             self.lr,
-            self.weight_decay,
-            self.momentum,
-            fused=_fused(model),
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            adjust_lr_fn="match_rms_adamw",
+            adam_betas=(0.9, 0.999),
         )
 
 
@@ -171,9 +185,11 @@ class Shampoo(Recipe):
 
 
 @dataclass(frozen=True)
-class Damped(SGD):
+class Damped(Recipe):
     """What K-FAC and SENG share: λ₀·γ^(epoch/10), and a refresh of the curvature every so many steps."""
 
+    momentum: float = BRINGS_SGD.options["momentum"]
+    nesterov: bool = BRINGS_SGD.options["nesterov"]
     damping: float = DAMPING
     damping_gamma: float = 1.0
     refresh_every: int = REFRESH_EVERY
@@ -184,13 +200,14 @@ class Damped(SGD):
 
 @dataclass(frozen=True)
 class KFAC(Damped):
-    """Ours, in SGD's units: λ(M + λI)⁻¹g, so that lr and weight decay mean what they mean to SGD, whatever λ is.
+    """Martens and Grosse's, ours, in SGD's units: λ(M + λI)⁻¹g, so that lr and weight decay mean what they mean to SGD.
 
     Its own step is (M + λI)⁻¹g: what it covers takes λ·lr and weight_decay/λ, norms and all else the two as they are.
     """
 
-    damping: float = 0.3
-    average: float = 0.95  # of the factors, from refresh to refresh
+    nesterov: bool = True
+    damping: float = TIKHONOV_DAMPING
+    average: float = TIKHONOV.decay  # of the factors, from refresh to refresh
     name: ClassVar[str] = "kfac"
     space: ClassVar[Space] = {
         "lr": Between(2e-2, 2.0),
@@ -227,6 +244,7 @@ class KFAC(Damped):
         kfac = seng.KFAC(
             [group for group in groups if group["params"]],
             module=model,
+            damp="tikhonov",
             momentum=self.momentum,
             nesterov=self.nesterov,
             weight_decay=self.weight_decay,
@@ -239,138 +257,204 @@ class KFAC(Damped):
 
 
 @dataclass(frozen=True)
-class SENG(Damped):
-    """Ours, low rank: with the defaults of `seng.Curvature`."""
+class RootKFAC(Recipe):
+    """The square root of K-FAC's metric: `seng.KFAC` of power 1/2, whose directions are as long as the gradient."""
 
-    damping: float = DAMPING
-    relative_damping: bool = True
-    samples: int | None = None
-    rank: int = 16
-    average: float = 0.8  # of the curvature, from refresh to refresh
-    combine: Combine = "exact"
-    form: Form = "auto"
+    lr: float = BRINGS_SGD.lr
+    weight_decay: float = WEIGHT_DECAY
+    momentum: float = BRINGS_SGD.options["momentum"]
+    nesterov: bool = BRINGS_SGD.options["nesterov"]
+    refresh_every: int = REFRESH_EVERY
+    kronecker_rank: int | None = KRONECKER.rank
+    kronecker_floor: float = KRONECKER.floor
+    kronecker_decay: float = KRONECKER.decay
+    power: ClassVar[float] = 0.5
+    name: ClassVar[str] = "kfac-root"
+    space: ClassVar[Space] = {
+        "lr": Between(1e-2, 1.0),
+        "weight_decay": Between(1e-4, 2e-3),
+        "kronecker_floor": Between(1e-2, 1.0),
+    }
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        return seng.KFAC(
+            model,
+            self.lr,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            power=self.power,
+            rank=self.kronecker_rank,
+            floor=self.kronecker_floor,
+            decay=self.kronecker_decay,
+            refresh_every=self.refresh_every,
+        )
+
+
+@dataclass(frozen=True)
+class FloorKFAC(RootKFAC):
+    """K-FAC's metric with its eigenvalues raised to a floor: `seng.KFAC` of power 1."""
+
+    power: ClassVar[float] = 1.0
+    name: ClassVar[str] = "kfac-floor"
+
+
+@dataclass(frozen=True)
+class LowRank(Damped):
+    """What all of SENG with a relative λ have: per-sample gradients."""
+
+    lr: float = BRINGS_SGD.lr
+    weight_decay: float = WEIGHT_DECAY
+    samples: int | None = CURVATURE.samples
+    rank: int = CURVATURE.rank
+    average: float | None = (
+        CURVATURE.decay
+    )  # of the curvature, from refresh to refresh
+    centred: bool | None = CURVATURE.centred
+    brought: ClassVar[str] = "sgd"  # whose lr and weight decay they are
+    kept: ClassVar[seng.Curvature] = (
+        CURVATURE  # with all that is no field of a recipe
+    )
+
+    @property
+    def curvature(self) -> seng.Curvature:
+        return replace(self.kept, **self.shape())
+
+    def shape(self) -> dict[str, Any]:
+        """Of the curvature."""
+        return {
+            "samples": self.samples,
+            "rank": self.rank,
+            "decay": self.average,
+            "centred": self.centred,
+        }
+
+    def optimizer(self, model: nn.Module) -> Steps:
+        return seng.SENG(
+            model,
+            self.lr,
+            recipe=self.brought,
+            weight_decay=self.weight_decay,
+            damping=self.damping,
+            refresh_every=self.refresh_every,
+            curvature=self.curvature,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+        )
+
+
+@dataclass(frozen=True)
+class SENG(LowRank):
+    """`seng.SENG(model, lr)`, as it comes: centred per-sample gradients over a Kronecker metric."""
+
+    kronecker_power: float = KRONECKER.power
+    kronecker_rank: int | None = KRONECKER.rank
+    kronecker_floor: float = KRONECKER.floor
+    kronecker_decay: float = KRONECKER.decay
     name: ClassVar[str] = "seng"
+    space: ClassVar[Space] = {
+        "lr": Between(1e-2, 1.0),
+        "weight_decay": Between(1e-4, 2e-3),
+        "damping": Between(1e-2, 3.0),
+    }
+
+    def shape(self) -> dict[str, Any]:
+        base = replace(
+            KRONECKER,
+            power=self.kronecker_power,
+            rank=self.kronecker_rank,
+            floor=self.kronecker_floor,
+            decay=self.kronecker_decay,
+        )
+        return {**super().shape(), "base": base}
+
+
+@dataclass(frozen=True)
+class MuonSENG(SENG):
+    """SENG's directions before Muon's step: `seng.SENG(model, lr, recipe="muon")`."""
+
+    lr: float = BRINGS_MUON.lr
+    momentum: float = BRINGS_MUON.options["momentum"]
+    nesterov: bool = BRINGS_MUON.options["nesterov"]
+    name: ClassVar[str] = "seng-muon"
+    brought: ClassVar[str] = "muon"
+    space: ClassVar[Space] = {
+        "lr": Between(3e-3, 0.2),
+        "weight_decay": Between(1e-3, 1.0),
+        "momentum": Between(0.6, 0.97, log=False),
+        "damping": Between(1e-2, 3.0),
+    }
+
+
+@dataclass(frozen=True)
+class LowRankSENG(LowRank):
+    """Per-sample gradients over λI, not centred, of all samples: what the first edition's `seng` was."""
+
+    samples: int | None = None
+    centred: bool | None = False
+    relative_damping: bool = CURVATURE.relative_damping
+    combine: Combine = CURVATURE.combine
+    form: Form = CURVATURE.form
+    name: ClassVar[str] = "seng-lowrank"
+    kept: ClassVar[seng.Curvature] = replace(CURVATURE, base=None)
     space: ClassVar[Space] = {
         "lr": Between(2e-2, 2.0),
         "weight_decay": Between(1e-4, 2e-3),
         "damping": Between(1e-3, 0.3),
     }
 
-    @property
-    def curvature(self) -> seng.Curvature:
-        return self.kept()
-
-    def kept(self, **base: Any) -> seng.Curvature:
-        """The curvature of these fields, over a base."""
-        return seng.Curvature(
-            self.form,
-            samples=self.samples,
-            rank=self.rank,
-            decay=None if self.form == "plain" else self.average,
-            combine=self.combine,
-            relative_damping=self.relative_damping,
-            **base,
-        )
-
-    def options(self) -> dict[str, Any]:
-        """Of SENG's step."""
+    def shape(self) -> dict[str, Any]:
         return {
-            "momentum": self.momentum,
-            "nesterov": self.nesterov,
-            "weight_decay": self.weight_decay,
-            "damping": self.damping,
-            "refresh_every": self.refresh_every,
+            **super().shape(),
+            "relative_damping": self.relative_damping,
+            "combine": self.combine,
+            "form": self.form,
         }
 
-    def optimizer(self, model: nn.Module) -> Steps:
-        return seng.SENG(
-            model, self.lr, curvature=self.curvature, **self.options()
-        )
-
 
 @dataclass(frozen=True)
-class KroneckerSENG(SENG):
-    """Ours, with what `seng.SENG(model, lr)` takes by itself: a Kronecker metric alone."""
+class PaperSENG(Damped):
+    """The paper's, with lr and weight decay as it prints them: `seng.presets.paper()`.
 
-    rank: int = 0
-    power: float = 0.5
-    base_rank: int = BASE_RANK
-    name: ClassVar[str] = "seng-kronecker"
-
-    @property
-    def curvature(self) -> seng.Curvature:
-        return self.kept(
-            base="kronecker", power=self.power, base_rank=self.base_rank
-        )
-
-
-@dataclass(frozen=True)
-class PaperSENG(SENG):
-    """The paper's: absolute λ, each refresh replaces the last, every 200 steps, eq. 23 for the large layers.
-
-    In `units="sgd"` its lr is the paper's lr/λ and its weight decay the paper's times λ, which for λ near 1 is about the same.
+    Beside SGD's its step is 1/λ times as long: in SGD's units its lr is lr/λ and its weight decay λ·weight_decay.
     """
 
-    damping: float = 1.0
-    relative_damping: bool = False
-    nesterov: bool = False
-    refresh_every: int = 200
-    average: float = 0.0
-    combine: Combine = "independent"
+    lr: float = PRINTED.lr
+    weight_decay: float = WEIGHT_DECAY
+    damping: float = PAPER["damping"]
+    refresh_every: int = PAPER["refresh_every"]
     floor: float = schedules.FLOOR
     name: ClassVar[str] = "seng-paper"
     space: ClassVar[Space] = {
         "lr": Between(2e-2, 2.0),
-        "weight_decay": OneOf((5e-4, 2e-4, 1e-4)),
+        "weight_decay": OneOf((WEIGHT_DECAY, 5e-4, 2e-4, 1e-4)),
         "damping": Between(0.5, 2.0),
         "schedule": OneOf(("cosine", "exp")),
     }
 
-
-@dataclass(frozen=True)
-class OrthogonalSENG(SENG):
-    """Muon's step of SENG's directions, by default of gradients: docs/race.md."""
-
-    lr: float = 0.06
-    weight_decay: float = 5e-2
-    momentum: float = 0.85
-    form: Form = "plain"
-    base: Base = "identity"
-    power: float = 0.5
-    base_rank: int = 128
-    graft: bool | None = None
-    orthogonal: bool = True
-    name: ClassVar[str] = "seng-orthogonal"
-    space: ClassVar[Space] = {
-        "lr": Between(
-            2e-2, 0.2
-        ),  # steps as long as Muon's from 3e-3 to 3e-2, and decays as strong
-        "weight_decay": Between(6e-3, 0.2),
-        "momentum": Between(0.6, 0.97, log=False),
-    }
-
-    @property
-    def curvature(self) -> seng.Curvature:
-        return self.kept(
-            base=self.base,
-            power=self.power,
-            base_rank=self.base_rank,
-            graft=self.graft,
+    def optimizer(self, model: nn.Module) -> Steps:
+        preset = seng.presets.paper(self.damping, self.refresh_every)
+        return seng.SENG(
+            model,
+            self.lr,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            **preset,
         )
-
-    def options(self) -> dict[str, Any]:
-        return {**super().options(), "orthogonal": self.orthogonal}
 
 
 KINDS = (
     SENG,
-    KroneckerSENG,
-    OrthogonalSENG,
+    LowRankSENG,
+    MuonSENG,
     PaperSENG,
+    RootKFAC,
+    FloorKFAC,
+    KFAC,
     SGD,
     Adam,
     AdamW,
-    KFAC,
     Muon,
     SOAP,
     Shampoo,

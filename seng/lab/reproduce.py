@@ -25,12 +25,14 @@ from seng.lab.results import Trajectory, read
 METHODS = (
     "seng-paper",
     "seng",
+    "seng-lowrank",
     "sgd",
     "adam",
     "kfac",
-)  # the paper's, and our defaults beside its setting
+)  # the paper's; our default and low rank beside its setting
 PERIODS, SIZES = (20, 100, 200, 500, 800), (256, 1024, 4096)
-SIZED = ("seng", "sgd", "muon")  # whose batch size we vary
+REFRESHED = ("seng", "seng-lowrank")  # whose refresh period we vary
+SIZED = ("seng", "seng-lowrank", "sgd", "muon")  # whose batch size we vary
 NEEDS = {
     "cifar100": "CIFAR-100",
     "imagenet": "ImageNet-1k",
@@ -158,7 +160,7 @@ def tasks(found: Found, title: str) -> Page:
 
 
 def imagenet(found: Found, title: str) -> Page:
-    """ResNet50: SGD, SENG and K-FAC by refresh period (ours: labelled T200, T800), and our defaults."""
+    """ResNet50: SGD, SENG and K-FAC by refresh period (ours: labelled T200, T800), our default and low rank."""
     task, target = paper.IMAGENET_TASK, paper.IMAGENET_TARGET
     rows, missing = [], []
     for v in paper.IMAGENET:
@@ -180,9 +182,14 @@ def imagenet(found: Found, title: str) -> Page:
                 else ()
             )
             missing.append(command(task, [v.optimizer], *more))
-    rows.append(("seng", Side(), ours(found.runs(task, "seng", target))))
-    if rows[-1][2] == Side():
-        missing.append(command(task, ["seng"]))
+    lacking = []
+    for method in REFRESHED:
+        side = ours(found.runs(task, method, target))
+        rows.append((method, Side(), side))
+        if side == Side():
+            lacking.append(method)
+    if lacking:
+        missing.append(command(task, lacking))
     return (
         [compared(title, [(task, f"to {target:.1%}", rows)])],
         missing,
@@ -203,20 +210,23 @@ def frequency(found: Found, title: str) -> Page:
             slower,
         )
     study = completed(
-        found, "T", ("seng",), lambda run: run.recipe.get("refresh_every")
+        found, "T", REFRESHED, lambda run: run.recipe.get("refresh_every")
     )
-    there = {period for period, _ in study}
+    lacking = {
+        period: [name for name in REFRESHED if (period, name) not in study]
+        for period in PERIODS
+    }
     missing = [
         command(
             STUDY.name,
-            ["seng-paper", "seng"],
+            names,
             "--label",
             f"T{period}",
             "--set",
             f"refresh_every={period}",
         )
-        for period in PERIODS
-        if period not in there
+        for period, names in lacking.items()
+        if names
     ]
     return [out, changing(study, "T", max(PERIODS))], missing, OTHER_COMPARES
 
@@ -347,7 +357,7 @@ def large_batch(found: Found, title: str) -> Page:
             str(size),
             *(written(first.recipe.get(key)) for key in keys),
         )
-    units = 'The paper\'s α₀ is in its own units; in units="sgd" it is α₀/λ, with the λ of the moment.'
+    units = "The paper's α₀ is that of seng-paper; beside SGD's lr it is α₀/λ, with the λ of the moment."
     return (
         [out, recipes if study else dashes(recipes)],
         missing_sizes(study),

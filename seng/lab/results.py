@@ -55,6 +55,9 @@ class Trajectory:
     earlier: tuple[
         dict[str, Any], ...
     ] = ()  # the provenance of a resumed run's earlier parts, where it is another
+    recorded_as: str | None = (
+        None  # what its commit calls the optimizer, where an earlier edition made it
+    )
 
     @property
     def name(self) -> str:
@@ -262,7 +265,7 @@ OF_POINT = tuple(field.name for field in fields(Point))
 HEAD = tuple(
     field.name
     for field in fields(Trajectory)
-    if field.name not in ("points", "earlier")
+    if field.name not in ("points", "earlier", "recorded_as")
 )
 
 
@@ -284,7 +287,12 @@ def _trajectory(lines: list[dict[str, Any]]) -> Trajectory:
         ):
             earlier.append(line["provenance"])
     shared = {name: last[name] for name in HEAD}
-    return Trajectory(**shared, points=tuple(points), earlier=tuple(earlier))
+    return Trajectory(
+        **shared,
+        points=tuple(points),
+        earlier=tuple(earlier),
+        recorded_as=last.get("recorded_as"),
+    )
 
 
 def _lines(numbers: Iterable[int]) -> str:

@@ -273,7 +273,7 @@ _TAGS = () if _UNSAFE is None else (_UNSAFE,)
 
 @torch.library.custom_op("seng::outer", mutates_args=(), tags=_TAGS)
 def _outer(out: Tensor) -> Tensor:
-    """The backward that this forward runs in, or -1, when the graph runs and not when it is traced."""
+    """The backward that this forward runs in, or -1; asked when the graph runs, not when traced."""
     return torch.tensor(_outermost())
 
 

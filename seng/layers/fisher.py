@@ -74,8 +74,8 @@ def _columns(p: Tensor, loss: Loss) -> Iterator[Tensor]:
     m = positions * C
     if m > MOST:
         raise ValueError(
-            f"fisher='gauss-newton' sends the output backward once for each of its {m} numbers per sample, "
-            f"which is more than {MOST}: use fisher='sampled'"
+            f"fisher='gauss-newton' sends the output backward once for each of its {m} numbers per "
+            f"sample, which is more than {MOST}: use fisher='sampled'"
         )
     for t, c in itertools.product(range(positions), range(C)):
         h = torch.zeros_like(flat)
@@ -105,8 +105,9 @@ def output_of(out: Any) -> Tensor:
     f = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if not isinstance(f, Tensor) or not f.dim() or not f.is_floating_point():
         raise TypeError(
-            "fisher='gauss-newton' and 'sampled' start from the module's output, which has to be one tensor with the sample "
-            f"as dimension 0, or have one as .logits; here it is {type(out).__name__}: use fisher='empirical'"
+            "fisher='gauss-newton' and 'sampled' start from the module's output, which has to be "
+            "one tensor with the sample as dimension 0, or have one as .logits; here it is "
+            f"{type(out).__name__}: use fisher='empirical'"
         )
     return f
 

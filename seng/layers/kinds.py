@@ -59,7 +59,7 @@ Parts = Sequence[tuple[str | None, int]]
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of layer gives its per-sample gradients, and how its parameters lie in a block."""
+    """How one kind of layer gives per-sample gradients, and how its parameters lie in a block."""
 
     type: type[nn.Module]
     rule: Rule
@@ -197,9 +197,12 @@ def arrange(layer: nn.Module, how: Arrange | None) -> None:
 
 
 WITHOUT: dict[type[nn.Module], str] = {  # where no rule could help, and why
-    nn.RNNBase: "a recurrent layer runs its time steps inside one operation, where nothing can be captured",
-    nn.RNNCellBase: "a recurrent cell computes its gates inside one operation, where nothing can be captured",
-    nn.MultiheadAttention: "nn.MultiheadAttention calls no layers: nn.Linear and scaled_dot_product_attention can be covered",
+    nn.RNNBase: "a recurrent layer runs its time steps inside one operation, where nothing can be "
+    "captured",
+    nn.RNNCellBase: "a recurrent cell computes its gates inside one operation, where nothing can "
+    "be captured",
+    nn.MultiheadAttention: "nn.MultiheadAttention calls no layers: nn.Linear and "
+    "scaled_dot_product_attention can be covered",
     ParametrizationList: "a layer's weight is computed from it (a parametrization)",
 }
 
@@ -215,14 +218,23 @@ def kind_of(layer: nn.Module) -> Kind | str:
     if isinstance(kind, str):
         return kind
     if isinstance(layer, LazyModuleMixin):
-        return "its lazy parameters have no shape yet: run one forward pass before building the optimizer"
+        return (
+            "its lazy parameters have no shape yet: run one forward pass before building the "
+            "optimizer"
+        )
     if getattr(layer.forward, "__func__", None) is not kind.type.forward:
-        return f"{name} has a forward of its own, so the rule of {kind.type.__name__} may not hold: register a rule for it"
+        return (
+            f"{name} has a forward of its own, so the rule of {kind.type.__name__} may not hold: "
+            "register a rule for it"
+        )
     if layer in ARRANGEMENTS and ARRANGEMENTS[layer] is None:
         return ON_REQUEST
     builtin = kind.type.__module__.startswith("torch.")
     if (kind.factored or builtin) and "weight" not in layer._parameters:
-        return "its weight is computed from other tensors (a parametrization): they take the plain gradient"
+        return (
+            "its weight is computed from other tensors (a parametrization): they take the plain "
+            "gradient"
+        )
     if isinstance(layer, nn.Embedding) and (
         layer.sparse or layer.scale_grad_by_freq
     ):
@@ -260,7 +272,7 @@ def _conv(layer: _ConvNd, a: Tensor, g: Tensor) -> Windows:
 
 
 def _conv_transpose(layer: _ConvTransposeNd, a: Tensor, g: Tensor) -> Windows:
-    """A transposed convolution is a convolution of the zero-stuffed input with the flipped kernel."""
+    """A transposed convolution is one of the zero-stuffed input with the flipped kernel."""
     shape = list(a.shape[:2])
     pad: list[int] = []
     for i, k in enumerate(layer.kernel_size):

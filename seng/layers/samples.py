@@ -55,7 +55,10 @@ class Backward:
         self.samples = self.counts.most_common(1)[0][0]
         piece = self.pieces.setdefault(index, Piece(count))
         if piece.count != count:
-            piece.mismatch = f"it was called with {piece.count} and with {count} samples in one backward, which cannot be added up"
+            piece.mismatch = (
+                f"it was called with {piece.count} and with {count} samples in one backward, which "
+                "cannot be added up"
+            )
         return piece
 
 

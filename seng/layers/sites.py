@@ -72,7 +72,8 @@ class Member:
     module: nn.Module
     kind: Kind
     names: Mapping[nn.Parameter, str]  # its parameters, as they were found
-    sample_dim: int = 0  # of its input, where there are so many before the features
+    # Of its input, where there are so many before the features.
+    sample_dim: int = 0
 
     def sample_first(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output (or its gradient) with the sample as dimension 0."""
@@ -136,6 +137,12 @@ class Site:
         self.own_form = None if self.factored else max(forms)
 
     @property
+    def parameter_names(self) -> list[str]:
+        """As the module has them."""
+        names = [f"{s.owner.name}.{s.name}" for s in self.segments]
+        return [name.lstrip(".") for name in names]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The precision of its small matrices and of its directions."""
         return torch.promote_types(self.lead.dtype, torch.float32)
@@ -167,7 +174,8 @@ class Site:
         values = {dampings[s.param] for s in self.segments}
         if len(values) > 1:
             raise ValueError(
-                f"layer '{self.name}' is one block but its parameters have the dampings {sorted(values)}: give them one"
+                f"layer '{self.name}' is one block but its parameters have the dampings "
+                f"{sorted(values)}: give them one"
             )
         return values.pop()
 
@@ -225,7 +233,7 @@ class Site:
     def operator(
         self, active: Segments, member: Member, a: Tensor, g: Tensor
     ) -> Operator:
-        """U of one call of one layer, unscaled: its columns are the captured per-sample gradients."""
+        """U of one call of one layer, unscaled: its columns are the per-sample gradients."""
         kind = member.kind
         parts = [(member.names.get(s.param), s.shape[2]) for s in active]
         found = kind.gradients(member.module, a, g)

@@ -3,8 +3,8 @@
     ŪŪᵀ = UUᵀ − (Us)(Us)ᵀ,   H = I − γssᵀ,   γ = (1 − √(1 − ‖s‖²))/‖s‖²
 
 U's columns are √w_i·u_i and s_i = √w_i, so that Us is the mean Σ w_i u_i. Weights that do not add
-up to 1 are those of a layer that some samples have not reached: their columns are zeros, which count
-in the mean. H is symmetric and H² = I − ssᵀ.
+up to 1 are those of a layer that some samples have not reached: their columns are zeros, which
+count in the mean. H is symmetric and H² = I − ssᵀ.
 
 A Gram in float32 would lose the spread beside the mean. So columns are centred before their Gram
 is taken, and a Gram of factors is taken and centred in float64. What is left of it below rounding
@@ -14,7 +14,7 @@ is no curvature: it becomes exactly 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -32,11 +32,15 @@ class Centred(Operator):
     """UH of another operator U."""
 
     U: Any
-    s: Tensor  # (ϱ,)
+    s: Tensor = field(metadata={"cast": False})  # (ϱ,), as precise as can be
 
     @property
     def form(self) -> str:  # type: ignore[override]
         return str(self.U.form)
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return bool(self.U.waits)
 
     @property
     def values(self) -> Any:
@@ -92,10 +96,8 @@ class Centred(Operator):
 
     def explicit(self) -> Explicit:
         """The centred columns; zeros where they do not differ from their mean."""
-        columns = self.U.explicit().U.to(self.dtype)
-        centred = self.about_mean(columns.T)
-        fine = differs(columns.square().sum(), centred.square().sum(), self.samples)
-        return Explicit((centred * fine).T, self.shape)
+        rows = self.U.explicit().U.T.to(self.dtype)
+        return Explicit(differing(rows, self.s).T, self.shape)
 
     def gram(self) -> Tensor:
         """HUᵀUH; zeros where columns do not differ from their mean."""
@@ -109,13 +111,18 @@ class Centred(Operator):
 
     def _gram_of_columns(self) -> Tensor:
         out = self._empty(self.samples, self.samples).zero_()
-        whole = out.new_zeros(())
         for _, X in self.U.slabs(self.dtype):
-            X = X.flatten(1)
-            whole += X.square().sum()
-            X = self.about_mean(X)
+            X = differing(X.flatten(1), self.s)
             out += product(X, X.T)
-        return out * differs(whole, out.trace(), self.samples)
+        return out
+
+
+def differing(rows: Tensor, s: Tensor) -> Tensor:
+    """HUᵀ of Uᵀ (ϱ, n); zeros where rows do not differ from their mean by more than rounding."""
+    mean = s.to(rows.dtype) @ rows
+    centred = about_mean(rows, s)
+    left = torch.linalg.vector_norm(centred).square()
+    return centred.mul_(differs(left + mean @ mean, left, len(rows)))
 
 
 def about_mean(V: Tensor, s: Tensor) -> Tensor:
@@ -125,13 +132,12 @@ def about_mean(V: Tensor, s: Tensor) -> Tensor:
     missing = torch.where(missing > WHOLE, missing, 0)
     gamma = ((1 - missing.sqrt()) / square).to(V.dtype)
     s = s.to(V.dtype)
-    mean = torch.tensordot(s, V, 1)
-    each = s.view(-1, *[1] * (V.dim() - 1))
-    return V - each * (gamma * mean)
+    rows = V.reshape(len(V), -1)
+    return torch.addr(rows, s, gamma * (s @ rows), alpha=-1).view(V.shape)
 
 
 def differs(whole: Tensor, centred: Tensor, samples: int) -> Tensor:
-    """Whether samples differ from their mean by more than rounding, from the traces of both Grams."""
+    """Whether samples differ from their mean by more than rounding; from both Grams' traces."""
     eps = torch.finfo(widest(whole)).eps
     return centred > ROUNDING * eps * samples * whole
 

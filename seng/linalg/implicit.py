@@ -24,7 +24,7 @@ from torch import Tensor
 from seng.linalg import operators
 from seng.linalg.operators import HALF, Operator, Slabs, product, wide
 
-ALL = slice(None)
+At = tuple[Tensor, Tensor]  # samples (N,) and positions (N,)
 
 # A first column, a step, Ĝᵀ (ϱ, h, p, n_G) and Âᵀ (ϱ, h, p, c) of p positions.
 Pairs = Iterator[tuple[int, int, Tensor, Tensor]]
@@ -67,7 +67,7 @@ class Factored(Operator):
     def smaller(self) -> Operator:
         """As columns, where these are fewer bytes than the factors.
 
-        On a GPU factors in half precision stay: they are small, and launches in a backward hold it up.
+        On a GPU factors in half precision stay: they are small, and launches hold a backward up.
         """
         G = self.values
         stays = G.dtype in HALF and G.is_cuda
@@ -79,7 +79,7 @@ class Factored(Operator):
         """Whether that is the cheaper contraction: ϱ²κ²(n_G + n_A) or ϱ(ϱ + κ)n_G·n_A."""
         _, n_G, n_A = self.shape
         pairs = self.samples * self.kappa**2 * (n_G + n_A)
-        return pairs > (self.samples + self.kappa) * n_G * n_A
+        return bool(pairs > (self.samples + self.kappa) * n_G * n_A)
 
     def gram(self) -> Tensor:
         """UᵀU by the cheaper of two contractions."""
@@ -98,8 +98,9 @@ class Factored(Operator):
             of_A = product(A[..., part].mT, A)
             of_G = product(G[..., part].mT, G)
             pairs = of_A.mul_(of_G)  # (h, step·r, ϱr)
-            blocks = pairs.view(h, -1, r, samples, r)
-            out[i : i + step] = blocks.sum((0, 2, 4))
+            rows = out[i : i + step]
+            blocks = pairs.view(h, len(rows), r, samples, r)
+            rows[:] = blocks.sum((0, 2, 4))
         return out
 
     def combine(self, V: Tensor) -> Tensor:
@@ -140,13 +141,13 @@ class Implicit(Factored):
     def factors(self) -> Implicit:
         return self
 
-    def outputs(self) -> Tensor:
+    def outputs(self, at: At | None = None) -> Tensor:
         """G̃ (h, n_G, ϱr) of eq. 16."""
-        return _beside(self.G)
+        return _beside(self.G, at)
 
-    def inputs(self, taken: slice = ALL) -> Tensor:
+    def inputs(self, at: At | None = None) -> Tensor:
         """Ã (h, n_A, ϱr) of eq. 16."""
-        return _beside(self.A[taken])
+        return _beside(self.A, at)
 
     def pairs(self) -> Pairs:
         yield 0, 1, self.G.mT, self.A.mT
@@ -164,9 +165,12 @@ class Implicit(Factored):
         return split_product(weighted, self.inputs().mT).flatten()
 
 
-def _beside(X: Tensor) -> Tensor:
-    """Factors (ϱ, h, n, r) side by side: (h, n, ϱr)."""
-    return X.permute(1, 2, 0, 3).flatten(2)
+def _beside(X: Tensor, at: At | None = None) -> Tensor:
+    """Factors (ϱ, h, n, r) side by side, (h, n, ϱr), or of them the columns at these places."""
+    if at is None:
+        return X.permute(1, 2, 0, 3).flatten(2)
+    samples, positions = at
+    return X[samples, :, :, positions].permute(1, 2, 0)
 
 
 def split_product(X: Tensor, Y: Tensor) -> Tensor:
@@ -239,35 +243,51 @@ class Windows(Factored):
         return "windows", self.a.shape[1:]
 
     def factors(self) -> Implicit:
-        return Implicit(self._outputs(), self._inputs(ALL))
+        return Implicit(self._outputs(), self._inputs())
 
-    def outputs(self) -> Tensor:
-        return _beside(self._outputs())
+    def outputs(self, at: At | None = None) -> Tensor:
+        if at is None:
+            return _beside(self._outputs())
+        G = _beside(self.G.flatten(2)[:, None], at)
+        return G * self.scale
 
-    def inputs(self, taken: slice = ALL) -> Tensor:
-        return _beside(self._inputs(taken))
+    def inputs(self, at: At | None = None) -> Tensor:
+        if at is None:
+            return _beside(self._inputs())
+        samples, positions = at
+        places = torch.unravel_index(positions, self.G.shape[2:])
+        x = self._moved_windows()[samples, :, *places]  # (N, C, *kernel)
+        rows = x.flatten(1)
+        if self.bias:
+            rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+        return rows.T[None]
 
     def _outputs(self) -> Tensor:
         """Ĝ (ϱ, 1, n_G, κ)."""
         return self.G.flatten(2)[:, None] * self.scale
 
-    def _inputs(self, taken: slice) -> Tensor:
+    def _inputs(self) -> Tensor:
         """Â (ϱ, 1, n_A, κ)."""
-        A = self._windows(taken)
+        A = self._windows()
         if not self.bias:
             return A
         return F.pad(A, (0, 0, 0, 1), value=1.0)
 
-    def _windows(self, taken: slice = ALL) -> Tensor:
-        """What each output position sees of the input: Â without the row of ones."""
-        d = len(self.kernel)
-        x = self.a[taken]
+    def _moved_windows(self) -> Tensor:
+        """What each output position sees of the input (ϱ, C, *out, *kernel), a view."""
+        x = self.a
         if any(self.padding):
             x = F.pad(x, self.padding)
         sides = zip(self.kernel, self.stride, self.dilation, strict=True)
         for i, (size, step, gap) in enumerate(sides, 2):
             span = gap * (size - 1) + 1
             x = x.unfold(i, span, step)[..., ::gap]
+        return x
+
+    def _windows(self) -> Tensor:
+        """The same as Â without the row of ones."""
+        d = len(self.kernel)
+        x = self._moved_windows()
         out = range(2, 2 + d)
         places = range(2 + d, 2 + 2 * d)
         x = x.permute(0, 1, *places, *out)
@@ -331,7 +351,7 @@ def _columns(G: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _aligned(X: Tensor) -> Tensor:
-    """With zeros behind each row, where a GPU is several times slower on rows that are not aligned."""
+    """With zeros behind each row: a GPU is several times slower on rows that are not aligned."""
     aligned = max(X.stride()[1:]) % 8 == 0
     if aligned or X.dtype not in HALF or not X.is_cuda:
         return X

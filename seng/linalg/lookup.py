@@ -16,7 +16,7 @@ from seng.linalg.operators import Operator, Shape, Slabs
 
 @dataclass(frozen=True)
 class Lookup(Operator):
-    """The gradient g_it of every token of every sample, and which row of the table it belongs to."""
+    """The gradient g_it of every token of every sample, and its row of the table."""
 
     form = "lookup"
     waits = True  # to know which rows occur

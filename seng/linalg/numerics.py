@@ -113,7 +113,7 @@ def _unit_trace(P: Tensor) -> Tensor:
 
 
 def start(K: Tensor, width: int, generator: torch.Generator | None) -> Tensor:
-    """Random directions (m, w) from which `spectrum` finds the `width` leading ones of K (L, m, m)."""
+    """Random directions (m, w), where `spectrum` begins to look for K's (L, m, m) leading ones."""
     m = K.shape[-1]
     wider = min(m, width + OVERSAMPLE)
     if one_by_one(K) or not width:

@@ -84,9 +84,10 @@ class Operator:
     def family(self) -> Any:
         return self.form
 
-    # Of the forms with factors, Ĝ_i and Â_i side by side:
-    outputs: ClassVar[Any]  # () -> (h, n_G, N), with the operator's scale
-    inputs: ClassVar[Any]  # (slice of the samples) -> (h, n_A, N)
+    # Of the forms with factors, Ĝ_i and Â_i side by side, or of them the columns at
+    # (samples, positions):
+    outputs: ClassVar[Any]  # (at) -> (h, n_G, N), with the operator's scale
+    inputs: ClassVar[Any]  # (at) -> (h, n_A, N)
 
     @property
     def samples(self) -> int:
@@ -118,7 +119,7 @@ class Operator:
         return None
 
     def summand(self, positions: int) -> Implicit | None:
-        """Factors to be added to others, of so many positions in all; None where columns do better."""
+        """Factors to be added to others, of so many positions; None where columns do better."""
         return self.factors()
 
     def smaller(self) -> Operator:

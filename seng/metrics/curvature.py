@@ -1,6 +1,8 @@
 """What a user says of the curvature, as frozen values that are checked when they are made.
 
     M̄ + λP     M̄ = ŪŪᵀ of per-sample gradients: `Curvature`;  P = C^p: `Kronecker`, or I
+
+Each layer has its own.
 """
 
 from __future__ import annotations
@@ -135,8 +137,8 @@ class Curvature:
         combine: "exact" is eq. 22; "independent" the paper's cheap eq. 23.
         centred: whether U is taken about its mean, so that the curvature is the covariance of the
             samples. None: yes for `fisher="empirical"` with exact products.
-        decay: how much of the old U a refresh keeps. None: 0.8 where the form can accumulate; 0,
-            where each refresh replaces U, is the paper's.
+        decay: how much of the old U a refresh keeps, which the merged form can; 0: each refresh
+            replaces U.
         relative_damping: whether λ is in units of a layer's largest eigenvalue.
         fisher: "empirical": from the training loss; "gauss-newton": the output's Jacobian;
             "sampled": labels drawn from the model. The last two cost backwards of their own.
@@ -148,14 +150,14 @@ class Curvature:
     """
 
     form: Form = "auto"
-    samples: int | None = 64
-    rank: int = 16
+    samples: int | None = 32
+    rank: int = 8
     sketch: Sketch | None = None
     implicit_sketch: Sketch | None = None
     threshold: int = THRESHOLD
     combine: Combine = "exact"
     centred: bool | None = None
-    decay: float | None = None
+    decay: float = 0.0
     relative_damping: bool = True
     fisher: Fisher = "empirical"
     loss: Loss | None = None
@@ -182,8 +184,7 @@ class Curvature:
                     f"Curvature: {name} is None or one of seng.sketch, such as Rows(256), not "
                     f"{given!r}"
                 )
-        if self.decay is not None:
-            _fraction("Curvature", "decay", self.decay)
+        _fraction("Curvature", "decay", self.decay)
         memory = self.memory
         fraction = isinstance(memory, float) and 0 < memory <= 1
         count = type(memory) is int and memory > 0
@@ -237,14 +238,12 @@ class Curvature:
                 f"Curvature: {asked}={getattr(self, asked)!r} has no centred form; leave "
                 "centred out, or use fisher='empirical' with combine='exact'"
             )
-        if self.averaging > 0 and form not in ("auto", "merged"):
+        if decay > 0 and form not in ("auto", "merged"):
             raise ValueError(
                 "Curvature: only the merged form can accumulate curvature; with "
                 f"form={form!r} use decay=0, not decay={decay!r}"
             )
-        if independent and (
-            form not in ("auto", "implicit") or self.averaging > 0
-        ):
+        if independent and (form not in ("auto", "implicit") or decay > 0):
             raise ValueError(
                 "Curvature: combine='independent' (eq. 23) is the implicit form's; use "
                 "form='implicit' or 'auto' with decay=0, not "
@@ -259,7 +258,7 @@ class Curvature:
 
     def _check_idle(self) -> None:
         """Options that would do nothing."""
-        by_threshold = self.form == "auto" and not self.averaging
+        by_threshold = self.form == "auto" and not self.decay
         by_threshold = by_threshold and self.base is None
         given = {f.name for f in fields(self) if self._given(f)}
         idle = {
@@ -294,18 +293,16 @@ class Curvature:
         return "squares" if self.fisher == "gauss-newton" else "cross-entropy"
 
     @property
+    def columns(self) -> int | None:
+        """How many of the captured columns make U; None: all.
+
+        A Jacobian has several for each sample, and only so many samples are sent backward.
+        """
+        return self.samples if self.fisher == "empirical" else None
+
+    @property
     def centres(self) -> bool:
         """Whether U is taken about its mean."""
         if self.centred is not None:
             return self.centred
         return self.fisher == "empirical" and self.combine == "exact"
-
-    @property
-    def averaging(self) -> float:
-        """The decay that acts."""
-        if self.decay is not None:
-            return self.decay
-        accumulates = (
-            self.form in ("auto", "merged") and self.combine == "exact"
-        )
-        return 0.8 if accumulates else 0.0

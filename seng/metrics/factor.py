@@ -15,13 +15,14 @@ from torch import Tensor
 
 from seng.distributed.team import ALONE, Team
 from seng.linalg.numerics import OVERSAMPLE, SMALL, eigh, orthonormal, widest
-from seng.linalg.operators import HALF, product, wide
+from seng.linalg.operators import product, wide
 
 UNSEEN = 1e-6  # of the largest eigenvalue: what is below was in no sample, up to rounding
 FIRST = 6  # products of a range finder that begins at random,
 LATER = 2  # and of one that begins where the last one ended
-# Rows n up to which a batch's xxᵀ is worked out once, for a moment, where there are as many columns
-GRAM = 8192
+# Rows n up to which a batch's xxᵀ is worked out once, where there are as many columns: beyond it
+# the products of a range finder are cheaper
+GRAM = 256
 
 WHAT = "adding up a base"  # for messages
 EVERY = torch.tensor(torch.inf)
@@ -55,12 +56,14 @@ class Factor:
 
         C is brought to mean eigenvalue 1 before; a C of zeros counts as a multiple of I.
         """
-        _, n, r = self.V.shape
+        h, n, r = self.V.shape
         mean = self.average
         others = self.rest if r < n else mean.expand_as(self.rest)
         e = torch.cat([self.s, others[:, None]], 1)
         e = e / torch.where(mean > 0, mean, 1)
-        e = torch.maximum(e, self._floor(power, floor, noise)) ** power
+        if (4 * noise) ** (0.5 / power) * h * n > floor:
+            e = torch.maximum(e, self._floor(power, floor, noise))
+        e = e.clamp_min(floor) ** power
         trace = e.sum(1) + (n - r - 1) * e[:, -1]
         return e, trace / n
 
@@ -105,15 +108,13 @@ class Moment:
         self.X = X
         self.team = team
         self.scale = scale
-        self.gram: Tensor | None = None  # where it is no larger than X
+        self.gram: Tensor | None = None  # where that is cheaper than X
         if n <= min(N, GRAM):
             self.gram = product(X, X.mT) * scale
             self.trace = self.gram.diagonal(dim1=1, dim2=2).sum(1)
         else:
-            dtype = wide(X.dtype)
-            if n <= GRAM:  # few columns need not stay in half precision
-                self.X = X.to(dtype)
-            length = torch.linalg.vector_norm(X, dim=(1, 2), dtype=dtype)
+            self.X = X.to(wide(X.dtype))
+            length = torch.linalg.vector_norm(self.X, dim=(1, 2))
             self.trace = length.square() * scale
         self.count = torch.full_like(self.trace[0], N)
         team.sum_([self.trace, self.count], WHAT)
@@ -123,9 +124,6 @@ class Moment:
         X = self.X
         if self.gram is not None:
             out = self.gram @ Z
-        elif X.dtype in HALF:
-            inner = product(X.mT, Z.to(X.dtype))
-            out = product(X, inner.to(X.dtype)) * self.scale
         else:
             out = X @ (X.mT @ Z) * self.scale
         if self.team.many:

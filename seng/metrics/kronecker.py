@@ -8,9 +8,9 @@ p = 1 is K-FAC's metric, p = 1/2 its square root. Layers without factors have a 
 
     P = diag(v)^p                v = E u² over per-sample gradients
 
-whose p = 1/2 is Adam's root. Eigenvalues count as at least `floor` of their mean, on each side; v as
-at least floor² of its. P is normalised to mean eigenvalue 1. By itself it gives d = P⁻¹g, as long
-as g. As the base of `seng.metrics.low_rank` it whitens U by P^{-½}.
+whose p = 1/2 is Adam's root. Eigenvalues count as at least `floor` of their mean, on each side; v
+as at least floor² of its. P is normalised to mean eigenvalue 1. By itself it gives d = P⁻¹g, as
+long as g. As the base of `seng.metrics.low_rank` it whitens U by P^{-½}.
 
     d = (G + √λ/π I)⁻¹ g (A + π√λ I)⁻¹,  π² = (tr A / n_A) / (tr G / n_G)
 
@@ -22,20 +22,22 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from seng.distributed.sharded import Place
 from seng.distributed.team import Team
 from seng.layers.sites import Site
 from seng.linalg.implicit import Implicit
 from seng.linalg.operators import Operator, Shape, product
-from seng.metrics import curvature
+from seng.metrics.curvature import Kronecker as Options
 from seng.metrics.factor import WHAT, Factor, Moment, noise, updated
 from seng.metrics.metric import (
+    UNSAVED,
     Dims,
     LayerRefresh,
     Metric,
@@ -43,6 +45,7 @@ from seng.metrics.metric import (
     PowerSolver,
     State,
 )
+from seng.metrics.sharded_power import ShardedPower, sharded
 
 SHIFTS = 6  # that a factorization tries
 
@@ -53,12 +56,19 @@ class PowerState(State):
 
     power: float
     floor: float
+    # Where a spread layer's numbers lie; None: each rank has all.
+    place: Any = field(default=None, metadata=UNSAVED)
 
     form = "power"
 
     @abstractmethod
     def to_power(self, exponent: float) -> Any:
-        """P^exponent."""
+        """P^exponent of whole vectors."""
+
+    def to_local_power(self, exponent: float) -> Any:
+        """P^exponent of what this rank has of a vector."""
+        whole = self.to_power(exponent)
+        return whole if self.place is None else whole.spread(self.place)
 
     @abstractmethod
     def summary(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,6 +96,14 @@ class DiagonalPower:
         return z * self.weights
 
     rows = __call__
+
+    def sums(self, z: Tensor) -> list[Tensor]:
+        """What ranks add up before: nothing."""
+        return []
+
+    def spread(self, place: Place) -> DiagonalPower:
+        """The same of this rank's numbers."""
+        return DiagonalPower(place.cut(self.weights))
 
     def of(self, U: Operator, rank: int) -> Operator:
         """P^e U."""
@@ -135,13 +153,23 @@ class KroneckerPower:
         )
         return X.mul_(self.c).reshape(-1)
 
+    def sums(self, z: Tensor) -> list[Tensor]:
+        """What ranks add up before: nothing, where vectors are whole."""
+        return []
+
+    def spread(self, place: Place) -> ShardedPower:
+        """The same of this rank's numbers."""
+        return sharded(self, place)
+
     def rows(self, Y: Tensor) -> Tensor:
         """P^e of each row of Y (k, n)."""
-        X = Y.unflatten(1, (*self.V_G.shape[:2], -1))
-        X = X + self.V_G @ (self.w_G * (self.V_G.mT @ X))
-        X = X + ((X @ self.V_A) * self.w_A) @ self.V_A.mT
-        out: Tensor = (self.c * X).flatten(1)
-        return out
+        h, n_G, _ = self.V_G.shape
+        X = Y.view(len(Y) * h, n_G, -1)
+        V, w = _repeated(self.V_G, len(Y)), _repeated(self.w_G, len(Y))
+        X = torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(w))
+        X = X.view(len(Y), h, n_G, -1).transpose(0, 1).flatten(1, 2)
+        X = _along(X, self.V_A, self.w_A).mul_(self.c)
+        return X.view(h, len(Y), -1).transpose(0, 1).flatten(1)
 
     def of(self, U: Operator, rank: int) -> Operator:
         """P^e U: of factors where those of this rank are fewer numbers than columns."""
@@ -154,17 +182,27 @@ class KroneckerPower:
 
     def _of_factors(self, U: Operator) -> Operator:
         factors: Any = U.factors()
-        G = _along(factors.G, self.V_G, self.w_G, self.c)
-        A = _along(factors.A, self.V_A, self.w_A.mT)
-        return Implicit(G, A)
+        G = _along_factors(factors.G, self.V_G, self.w_G.mT)
+        A = _along_factors(factors.A, self.V_A, self.w_A)
+        return Implicit(G * self.c[None].to(G.dtype), A)
 
 
-def _along(X: Tensor, V: Tensor, w: Tensor, c: Tensor | float = 1.0) -> Tensor:
-    """c(I + V diag(w) Vᵀ) along dimension 2 of X (ϱ, h, n, r), in X's precision."""
-    Z = X.to(V.dtype)
-    inner = torch.einsum("hnk,shnr->shkr", V, Z)
-    Z = Z + torch.einsum("hnk,shkr->shnr", V, w * inner)
-    return (c * Z).to(X.dtype)
+def _along(X: Tensor, V: Tensor, w: Tensor) -> Tensor:
+    """Rows of X (h, N, n) times I + V diag(w) Vᵀ."""
+    return torch.baddbmm(X, torch.bmm(X, V).mul_(w), V.mT)
+
+
+def _along_factors(X: Tensor, V: Tensor, w: Tensor) -> Tensor:
+    """The same along dimension 2 of X (ϱ, h, n, r), in X's precision."""
+    samples, h, n, r = X.shape
+    rows = X.permute(1, 0, 3, 2).reshape(h, -1, n)
+    rows = _along(rows.to(V.dtype), V, w).to(X.dtype)
+    return rows.view(h, samples, r, n).permute(1, 0, 3, 2)
+
+
+def _repeated(X: Tensor, count: int) -> Tensor:
+    """X (h, …) so many times, one after the other."""
+    return X.expand(count, *X.shape).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -211,9 +249,9 @@ class Kronecker(Metric):
     `rank` leading directions are kept of each factor, all others being one constant.
     """
 
-    curvature: curvature.Kronecker
+    curvature: Options
 
-    def __init__(self, asked: curvature.Kronecker) -> None:
+    def __init__(self, asked: Options) -> None:
         self.curvature = asked
         power, floor = float(asked.power), float(asked.floor)
         self.options: dict[str, Any] = {"power": power, "floor": floor}
@@ -231,46 +269,58 @@ class Kronecker(Metric):
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         """δC + (1 − δ)C_new from the captures of all ranks."""
+        options = {**self.options, "place": layer.place}
         if layer.plan.dims.base == "diagonal":
-            return self._diagonal(layer, team)
+            return self._diagonal(layer, team, options)
         old = layer.previous
         draw = layer.generator("base")
-        seen_G = Moment(layer.U.outputs(), team, 1 / team.size)
-        seen_A = inputs(layer.U, team, draw.initial_seed())
+        seen_G, seen_A = moments(layer.U, team, draw)
         rank = self.curvature.rank
         decay = self.curvature.decay
         G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
         A = updated(getattr(old, "A", None), seen_A, rank, decay, draw)
-        return KroneckerState(G, A, noise(layer.precision), **self.options)
+        return KroneckerState(G, A, noise(layer.precision), **options)
 
-    def _diagonal(self, layer: LayerRefresh, team: Team) -> DiagonalState:
+    def _diagonal(
+        self, layer: LayerRefresh, team: Team, options: dict[str, Any]
+    ) -> DiagonalState:
         v = layer.U.row_norms() / team.size
         team.sum_([v], WHAT)
         old = getattr(layer.previous, "v", None)
         if old is not None:
             v = old.lerp(v, 1 - self.curvature.decay)
-        return DiagonalState(v, **self.options)
+        return DiagonalState(v, **options)
 
 
-COLUMNS = 2  # of C_A's X for each of its rows, where there are more,
-SAMPLES = 16  # and of at least so many samples
+COLUMNS = 2  # that a side's moment is made of, for each of its rows,
+LEAST = 512  # and at least so many
 
 
-def inputs(U: Operator, team: Team, seed: int = 0) -> Moment:
-    """C_A of so many samples, evenly spread, that it has COLUMNS for each row.
+def moments(
+    U: Operator, team: Team, draw: torch.Generator
+) -> tuple[Moment, Moment]:
+    """Σ_positions E ggᵀ and E aaᵀ, from COLUMNS for each row; in float64 from all.
 
     Positions of an image are many and alike, and their second moment would cost more than the layer
-    itself. Samples are left out rather than positions, of which those at the border would lose
-    their share. The seed says which sample is the first; in float64 all are taken.
+    itself. The columns are drawn from all samples and positions alike, so that those at the border
+    keep their share.
     """
-    exact = U.dtype == torch.float64
-    enough = COLUMNS * U.shape[2]
-    spare = 1 if exact else U.samples * U.kappa // enough
-    every = max(1, min(spare, U.samples // SAMPLES))
-    chosen = slice(seed % every, None, every)
-    X = U.inputs(chosen)
-    scale = U.kappa / max(1, X.shape[2])  # Σ over positions, mean over samples
-    return Moment(X, team, scale / team.size)
+    N = U.samples * U.kappa
+    found = []
+    for side, n in ((U.outputs, U.shape[1]), (U.inputs, U.shape[2])):
+        enough = max(LEAST, COLUMNS * n)
+        if N <= enough or U.dtype == torch.float64:
+            X, scale = side(), 1.0
+        else:
+            device = U.values.device
+            places = torch.randint(N, (enough,), generator=draw, device=device)
+            at = places // U.kappa, places % U.kappa
+            X, scale = side(at), N / enough
+        found.append((X, scale))
+    (G, of_G), (A, of_A) = found
+    # U's columns are u_i/√ϱ: the mean over samples is in G, that of A is taken here.
+    of_A /= max(1, U.samples)
+    return Moment(G, team, of_G / team.size), Moment(A, team, of_A / team.size)
 
 
 @dataclass(frozen=True)

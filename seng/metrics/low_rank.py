@@ -106,6 +106,7 @@ class LowRank(Metric):
         base = curvature.base
         self.base = None if base is None else Kronecker(base)
         self.reduces = base is None  # a base is made of all factors
+        self.pools = base is not None
 
     def plan(
         self,
@@ -158,7 +159,7 @@ class LowRank(Metric):
         """Grams, their leading directions, averages with the last bases, states."""
         drafts = self.drafts(layers, team, run)
         self.truncate(drafts, run)
-        if self.curvature.averaging:
+        if self.curvature.decay:
             self.average(drafts, run)
         return self.states(drafts)
 
@@ -178,7 +179,7 @@ class LowRank(Metric):
         if self.base is not None:
             before = getattr(layer.previous, "P", None)
             P = self.base.init(replace(layer, previous=before), team)
-        layer = layer.sampled(self.curvature.samples, team.size)
+        layer = layer.sampled(self.curvature.columns, team.size)
         U: Operator = layer.U
         if layer.plan.form == "implicit":
             U = reduced_factors(U, layer.plan.rank, layer.generator)
@@ -279,13 +280,13 @@ class LowRank(Metric):
 
     def _stacked(self, d: Draft) -> Draft:
         """√δ·U_old, in the coordinates of the new P, beside √(1−δ)·U; the Gram of both."""
-        decay = self.curvature.averaging
+        decay = self.curvature.decay
         last = d.last
         old = last.U
         K = last.gram
         if d.P is not None:
-            back = last.P.to_power(1.0)
-            forth = d.P.to_power(-0.5)
+            back = last.P.to_local_power(1.0)
+            forth = d.P.to_local_power(-0.5)
             old = old.mapped(lambda Y: forth.rows(back.rows(Y)))
         if d.P is not None or self.together:
             K = old.gram()
@@ -308,7 +309,7 @@ class LowRank(Metric):
                 largest = top(d.gram[None])[0].to(d.gram.dtype)
             U = d.U
             if d.P is not None:
-                U = d.P.to_power(-0.5).of(U, U.kappa)
+                U = d.P.to_local_power(-0.5).of(U, U.kappa)
             kept = U, d.omega, d.gram, largest, relative, d.P
             out.append(LowRankState(*kept, d.error))
         return out
@@ -336,7 +337,8 @@ def _leading(
         return largest, K[:, 0, :0], K[:, :, :0]
     values, V = spectrum(K, width, begin)
     largest = values[:, 0] if one_by_one(K) else top(K)
-    V = torch.where(largest[:, None, None] == 0, 0, V)  # rounding is all there is
+    none = largest[:, None, None] == 0  # rounding is all there is
+    V = torch.where(none, 0, V)
     return largest.to(K.dtype), values, V.to(K.dtype)
 
 

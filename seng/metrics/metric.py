@@ -192,8 +192,8 @@ def _plans(dims: Sequence[Dims], c: Curvature, pooled: bool) -> list[Plan]:
 
 
 def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
-    if c.samples is not None:
-        d = replace(d, samples=min(d.samples, c.samples))
+    if c.columns is not None:
+        d = replace(d, samples=min(d.samples, c.columns))
     form, rank, why = _form(d, c, pooled)
     if c.base is None:
         return Plan(d, form, rank, why, _roots(d, form, c))
@@ -215,7 +215,7 @@ def _roots(d: Dims, form: str, c: Curvature) -> int:
 def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
     """The form of one layer, its rank, and why."""
     width = min(c.rank, d.n)  # of a merged basis
-    width = width if c.averaging else min(width, d.samples)
+    width = width if c.decay else min(width, d.samples)
     if pooled:
         width = min(d.samples, d.n) if c.form == "explicit" else width
         return (
@@ -228,9 +228,12 @@ def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
     if c.form != "auto":
         rank = width if c.form == "merged" else c.rank
         return c.form, rank, "asked for"
-    if c.averaging:
-        why = f"curvature is accumulated (decay={c.averaging})"
+    if c.decay:
+        why = f"curvature is accumulated (decay={c.decay})"
         return "merged", width, why
+    if c.base is not None and d.factored and d.kappa == 1:
+        why = f"κ = 1: factors of all ϱ = {d.samples} samples are small"
+        return "implicit", 1, why
     if c.base is not None or (c.combine == "exact" and c.rank < d.samples):
         why = f"k = {width} directions of ϱ = {d.samples} samples"
         return "merged", width, why
@@ -246,11 +249,11 @@ def _own_form(d: Dims, own: str, c: Curvature) -> tuple[str, int, str]:
         "explicit": "no factors: its columns as they are",
         "lookup": "embedding: the rows that were looked up",
     }[own]
-    if c.averaging:
+    if c.decay:
         columns = max(c.rank, d.samples)
         width = min(columns, d.n)
         if own == "explicit" or d.n * width <= SMALL:
-            why = f"no factors; curvature is accumulated (decay={c.averaging})"
+            why = f"no factors; curvature is accumulated (decay={c.decay})"
             return "merged", width, why
         why += ", replaced at each refresh since a basis would be too large"
     return own, d.samples, why
@@ -272,10 +275,10 @@ def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
     n = sum(d.n for d in dims)
     k = min(c.rank, n)
     samples = max((d.samples for d in dims), default=1)
-    if not c.averaging:
+    if not c.decay:
         k = min(k, samples)
     shrinks = auto and k < samples
-    if c.form == "merged" or c.averaging or shrinks:
+    if c.form == "merged" or c.decay or shrinks:
         why = f"k = {k} directions of the whole network"
         return [Plan(d, "merged", k, why) for d in dims]
     plans = []
@@ -330,6 +333,7 @@ class LayerRefresh:
     generator: Draw  # the same on all ranks
     # Y (k, n) -> U = Yᵀ, spread as the layer is
     basis: Callable[[Tensor], Operator]
+    place: Any = None  # where a spread layer's numbers lie
 
     def sampled(self, samples: int | None, ranks: int) -> LayerRefresh:
         """With at most so many samples of all ranks, of each its first."""
@@ -354,10 +358,11 @@ class LayerRefresh:
         """Those of all ranks' columns, of which each rank has the same weight."""
         ranks = zip(self.counts, self.totals, strict=True)
         parts = [self._roots(*rank) for rank in ranks]
-        return torch.cat(parts) / len(parts) ** 0.5
+        out: Tensor = torch.cat(parts) / len(parts) ** 0.5
+        return out
 
     def _roots(self, count: int, samples: int) -> Tensor:
-        values = self.U.values
+        values: Tensor = self.U.values
         root = max(1, samples) ** -0.5
         return values.new_full((count,), root, dtype=widest(values))
 
@@ -403,6 +408,9 @@ class State(ABC):
         """All that is kept."""
         return tensors_of(self)
 
+    def follow(self) -> None:
+        """Make what comes of its tensors anew: they have been written to."""
+
     @property
     def dtype(self) -> torch.dtype | None:
         """The precision that it solves in; None: in any."""
@@ -422,6 +430,7 @@ class Metric(ABC):
     per_sample = True  # whether dimension 0 has to be the sample
     reduces = False  # whether `keep` does anything
     together = False  # whether all layers share one solve
+    pools = False  # whether ranks with a U of their own pool the rest
     makes: type[State] | None = None  # by `init`; None: nothing is loaded
     # What plans follow, if any.
     curvature: Curvature | Kronecker | None = None
@@ -509,8 +518,18 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 def grafted(d: Tensor, g: Tensor) -> Tensor:
     """d at the length of g, so that SGD's learning rate carries over."""
-    tiny = torch.finfo(d.dtype).tiny
-    length = torch.linalg.vector_norm(d).clamp_min(tiny)
-    scale = torch.linalg.vector_norm(g) / length
-    out: Tensor = d * scale
-    return out
+    norm = torch.linalg.vector_norm
+    return d * ratio(norm(d), norm(g))
+
+
+def squared_lengths(*vectors: Tensor) -> Tensor:
+    """Of each, in a precision where none underflows."""
+    lengths = [torch.linalg.vector_norm(z) for z in vectors]
+    stacked = torch.stack(lengths)
+    return stacked.to(widest(stacked)).square()
+
+
+def ratio(of_d: Tensor, of_g: Tensor) -> Tensor:
+    """The scale that brings d to the length of g."""
+    tiny = torch.finfo(of_d.dtype).tiny
+    return of_g / of_d.clamp_min(tiny)

@@ -27,10 +27,17 @@ from seng.gpu.recorder import Run, directly, send
 from seng.linalg.numerics import deviation, eigh, inverse, widest
 from seng.linalg.operators import Operator, Shape
 from seng.linalg.sketch import IDENTITY, Omega
-from seng.metrics.metric import UNSAVED, State, grafted, tensors_of
+from seng.metrics.metric import (
+    UNSAVED,
+    State,
+    grafted,
+    ratio,
+    squared_lengths,
+    tensors_of,
+)
 
-# Uᵀg of each layer -> of all that share b
-Pool = Callable[[list[Tensor]], list[Tensor]]
+# What each layer has of a sum (Uᵀg first) -> the sums, over all that share b
+Pool = Callable[[list[list[Tensor]]], list[list[Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,12 @@ class LowRankSolver:
     inverse: Tensor  # (λI + K)⁻¹; not a number where there is none
     base: Any  # P⁻¹; None: I
     failures: Tensor  # counts the solves that fell back to the plain gradient
+    grafts: bool = True  # whether d is scaled here, not after a mean over ranks
 
     def __call__(self, g: Tensor) -> Tensor:
         (d,) = woodbury([self], [g])
-        return d if self.base is None else grafted(d, g)
+        scaled = self.grafts and self.base is not None
+        return grafted(d, g) if scaled else d
 
     @property
     def basis(self) -> tuple[Tensor, Tensor] | None:
@@ -58,6 +67,11 @@ class LowRankSolver:
     def project(self, z: Tensor) -> Tensor:
         """Ξᵀξ."""
         return self.Xi.rmv(self.omega(z))
+
+    def sums(self, g: Tensor) -> list[Tensor]:
+        """Ξᵀξ, and what P⁻¹g needs of other ranks."""
+        of_base = [] if self.base is None else self.base.sums(g)
+        return [self.project(g), *of_base]
 
     def coefficients(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """b from c = Ξᵀξ, and whether it is finite; 0 where it is not."""
@@ -78,9 +92,9 @@ def woodbury(
     if double and all(s.U.exact and s.base is None for s in solvers):
         rests = []
         pairs = zip(solvers, ds, strict=True)
-        cs = pool([s.project(d) for s, d in pairs])
+        cs = pool([[s.project(d)] for s, d in pairs])
         layers = zip(solvers, gs, ds, cs, fine, strict=True)
-        for s, g, d, c, ok in layers:
+        for s, g, d, (c,), ok in layers:
             rest = g - d - s.U.mv(c / s.lam)  # of (I + UΞᵀΩ/λ) d = g
             ok = ok & rest.isfinite().all() & s.inverse.any()  # 0: no curvature
             rests.append(torch.where(ok, rest, 0))
@@ -94,17 +108,37 @@ def woodbury(
 def _corrected(
     solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """g − Ub of each layer, and whether b is finite."""
+    """P⁻¹g − Ub of each layer, and whether b is finite."""
     ds = []
     fine = []
     pairs = zip(solvers, gs, strict=True)
-    cs = pool([s.project(g) for s, g in pairs])
-    for s, g, c in zip(solvers, gs, cs, strict=True):
+    sums = pool([s.sums(g) for s, g in pairs])
+    for s, g, (c, *of_base) in zip(solvers, gs, sums, strict=True):
         b, ok = s.coefficients(c)
-        d = g if s.base is None else s.base(g)
+        d = g if s.base is None else s.base(g, *of_base)
         ds.append(d - s.U.mv(b.to(g.dtype)))
         fine.append(ok)
     return ds, fine
+
+
+def grafted_together(
+    solvers: Sequence[LowRankSolver],
+    ds: Sequence[Tensor],
+    gs: Sequence[Tensor],
+    pool: Pool,
+) -> list[Tensor]:
+    """Directions over P at the length of g, of which ranks have parts."""
+    based = [s.base is not None for s in solvers]
+    if not any(based):
+        return list(ds)
+    pairs = zip(based, ds, gs, strict=True)
+    squares = pool([[squared_lengths(d, g)] * over for over, d, g in pairs])
+    out = []
+    for d, of_layer in zip(ds, squares, strict=True):
+        for lengths in of_layer:
+            d = d * ratio(*lengths.sqrt().to(d.dtype))
+        out.append(d)
+    return out
 
 
 def by_size(matrices: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
@@ -171,7 +205,10 @@ class LowRankState(State):
     failures: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        inverse = None if self.P is None else self.P.to_power(-1.0)
+        self.follow()
+
+    def follow(self) -> None:
+        inverse = None if self.P is None else self.P.to_local_power(-1.0)
         count = torch.zeros((), dtype=torch.int64, device=self.gram.device)
         # In its fields, though it is frozen.
         vars(self).update(
@@ -202,8 +239,13 @@ class LowRankState(State):
     def fits(self, shape: Shape) -> bool:
         return self.form == "sharded" or self.U.shape == shape
 
+    def tensors(self) -> list[Tensor]:
+        """Those that all others are made from."""
+        return tensors_of(self.U, self.omega, self.gram, self.top, self.P)
+
     def fine(self) -> Tensor:
-        return self.top.isfinite() & self.gram.isfinite().all()
+        found = self.top.isfinite() & self.gram.isfinite().all()
+        return found if self.P is None else found & self.P.fine()
 
     def at(self, damping: float) -> LowRankSolver:
         return solvers_of([self], [damping])[0]

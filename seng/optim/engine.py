@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -26,7 +27,6 @@ from seng.linalg.memory import memory_budget
 from seng.linalg.operators import Operator
 from seng.metrics.metric import site_dims
 from seng.notices import Notices, listed
-from seng.recipes.recipe import RECIPES
 from seng.optim.refresh import captured_layers, in_use, install
 from seng.optim.settings import Clock, Settings, StepCache
 from seng.optim.step_plan import (
@@ -40,6 +40,7 @@ from seng.optim.step_plan import (
     compare,
     plan_of,
 )
+from seng.recipes.recipe import RECIPES
 from seng.tell.state import load_record, save_record
 
 Params = Sequence[nn.Parameter]
@@ -112,8 +113,7 @@ class Engine:
             if why is None:
                 sites.append(site)
                 continue
-            names = [f"{s.owner.name}.{s.name}" for s in site.segments]
-            uncovered |= {name.lstrip("."): why for name in names}
+            uncovered |= dict.fromkeys(site.parameter_names, why)
             unused.append(own)
         if not sites:
             raise ValueError(
@@ -228,6 +228,8 @@ class Engine:
         states = [record.state for record in records]
         lams = [lam for _, lam in stale.values()]
         found = self.metric.solvers(states, lams, self.recorder)
+        if self.metric.pools and self.strategy.averages:
+            found = [replace(solver, grafts=False) for solver in found]
         for record, solver in zip(records, found, strict=True):
             new = settle(record.solver, solver) if self.on_gpu else solver
             record.solver, record.solved = new, stale[record.index]

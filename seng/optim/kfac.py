@@ -84,14 +84,7 @@ class KFAC(Preconditioned):
             "betas": betas,
             "eps": eps,
         }
-        if damp == "tikhonov":
-            given = damping is not None
-            options["damping"] = damping if given else TIKHONOV_DAMPING
-        elif damping is not None:
-            raise ValueError(
-                "KFAC: damp='floor' is damped by its floor; leave out damping, or use "
-                "damp='tikhonov'"
-            )
+        options |= _damping_of(damp, damping)
         super().__init__(params, module, recipe, options)
         common: dict[str, Any] = {
             "refresh_every": refresh_every,
@@ -131,3 +124,15 @@ def _check(module: nn.Module | None, recipe: str, **common: Any) -> None:
             f"KFAC: recipe={recipe!r} divides by the λ of SENG over λI; use another recipe, "
             "or SENG(model, **seng.presets.paper())"
         )
+
+
+def _damping_of(damp: Damp, damping: float | None) -> dict[str, float]:
+    """The damping of a param group, which damp="floor" has not."""
+    if damp == "tikhonov":
+        return {"damping": TIKHONOV_DAMPING if damping is None else damping}
+    if damping is None:
+        return {}
+    raise ValueError(
+        "KFAC: damp='floor' is damped by its floor; leave out damping, or use "
+        "damp='tikhonov'"
+    )

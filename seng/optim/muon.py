@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from seng.layers.sites import Site, is_sharded, survey
+from seng.optim.settings import params_of
 from seng.recipes import muon
 
 Group = dict[str, Any]
@@ -65,12 +66,7 @@ class Muon(Optimizer):
         adam_eps: float = 1e-8,
         maximize: bool = False,
     ) -> None:
-        if isinstance(params, nn.Module):
-            if module not in (None, params):
-                raise ValueError(
-                    "the first argument is a module and module=… is another: give one of them"
-                )
-            module, params = params, list(params.parameters())
+        params, module = params_of(params, module)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

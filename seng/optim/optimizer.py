@@ -1,6 +1,8 @@
 """`SENG`, a torch optimizer. Algorithm 2.
 
-    d = λ(ŪŪᵀ + λP)⁻¹g per layer; then the step of the recipe whose learning rate was brought
+    d = λ(ŪŪᵀ + λP)⁻¹g per layer
+
+Then comes the step of the recipe whose learning rate was brought.
 """
 
 from __future__ import annotations

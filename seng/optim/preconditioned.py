@@ -16,9 +16,9 @@ from seng.checks import OF_RECIPES, OF_TORCH, check_group, check_number
 from seng.notices import warn
 from seng.optim.engine import Engine, Saved
 from seng.optim.fused import Fusion
-from seng.optim.settings import Settings, recipe_of
+from seng.optim.settings import Settings, params_of
 from seng.optim.step_plan import Dampings, Directions, StepPlan
-from seng.recipes.recipe import Recipe
+from seng.recipes.recipe import Recipe, recipe_of
 
 Group = dict[str, Any]
 
@@ -37,12 +37,7 @@ class Preconditioned(Optimizer):
         recipe: str,
         options: Group,
     ) -> None:
-        if isinstance(params, nn.Module):
-            if module not in (None, params):
-                raise ValueError(
-                    "the first argument is a module and module=… is another: give one of them"
-                )
-            module, params = params, list(params.parameters())
+        params, module = params_of(params, module)
         defaults = group_defaults(recipe, options, type(self).__name__)
         self._forget()
         super().__init__(params, defaults)
@@ -56,6 +51,8 @@ class Preconditioned(Optimizer):
     def _build(self, settings: Settings, curvature: Any = None) -> None:
         """The engine, once the groups are there; of a copy with its `curvature`."""
         self.settings, self.engine = settings, None
+        for group in self.param_groups:
+            recipe_of(settings.recipe).check(group)
         if self.module is not None:
             self.engine = Engine(self.module, self._params(), settings)
         self._set_recipes()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from seng.distributed.pool import empty
+from seng.distributed.sharded import Place, spread_basis
 from seng.distributed.sharded import in_use as in_use_anywhere
-from seng.distributed.sharded import spread_basis
 from seng.distributed.team import Census, Covered
 from seng.layers.samples import Look
 from seng.layers.sites import Site
@@ -37,6 +37,7 @@ def captured_layers(
         _know(engine, found, seen)
     samples, metric = engine.collector.samples, engine.metric
     pools = engine.strategy.team.pools
+    base = metric.pools
     half = seen.half and engine.on_gpu
     looks = {i: samples.look(i) for i in found}
     dims = {}
@@ -45,7 +46,9 @@ def captured_layers(
             kappa, count = seen.sites[i].kappa, seen.sites[i].samples
         else:
             kappa, count = look.kappa, samples.columns
-        if pools or look.count:
+        if base and not pools:
+            kappa, count = seen.sites[i].kappa, max(1, samples.columns)
+        if pools or base or look.count:
             dims[i] = site_dims(engine.sites[i], kappa, count, half)
     layers = {}
     plans = metric.plan([*dims.values()], engine.budget, pools)
@@ -94,12 +97,16 @@ def _layer(
     record, collector = engine.records[i], engine.collector
     samples, site = collector.samples, record.site
     active = samples.active.setdefault(i, site.active())
-    if look.code:
-        U = samples.take(i, collector.scale)
-    else:
-        U = empty(site.shape(active), site.dtype, site.lead.device)
-    damping = site.damping(dampings)
     pools = engine.strategy.team.pools
+    columns = samples.columns
+    if look.count:
+        U = samples.take(i, collector.scale)
+    else:  # a curvature of its own is then that of one sample without gradient
+        zeros = 0 if pools else 1
+        like = site.dtype, site.lead.device
+        U = empty(site.shape(active), *like, zeros)
+        columns = max(zeros, columns)
+    damping = site.damping(dampings)
     c = engine.settings.curvature
     exact = c.form == "explicit" or c.blocks == "network"
     # Rounding a basis changes d by about 1e-4 of λ_max/λ.
@@ -108,16 +115,17 @@ def _layer(
     return LayerRefresh(
         plan=record.plan,
         U=U,
-        samples=samples.columns,
+        samples=columns,
         positions=look.positions,
         counts=seen.sites[i].counts if pools else [U.samples],
-        totals=seen.totals if pools else [samples.columns],
+        totals=seen.totals if pools else [columns],
         previous=record.previous(active),
         damping=damping,
         precision=torch.bfloat16 if seen.half else site.dtype,
         half=seen.half and single and harmless and not exact,
         generator=partial(engine.generator, i),
         basis=partial(_basis, site, active),
+        place=Place(site, active) if site.sharded else None,
     )
 
 
@@ -127,7 +135,7 @@ def _check_sum(
     """Whether the samples add up to the gradient; if not, U tells only a part."""
     record, site, U = engine.records[i], engine.sites[i], layer.U
     team, collector = engine.strategy.team, engine.collector
-    some = engine.settings.curvature.samples is not None
+    some = collector.samples.total > collector.samples.columns
     some = some or team.many or team.pools
     observed = collector.own or collector.observer is not None
     reduced = U.form == "implicit" and U.kappa < layer.plan.dims.kappa

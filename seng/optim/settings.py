@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from seng.checks import check_period
 from seng.distributed.team import Team, team_of
@@ -18,7 +19,7 @@ from seng.metrics.choose import metric_of
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
 from seng.optim.step_plan import StepPlan
-from seng.recipes.recipe import RECIPES, Recipe
+from seng.recipes.recipe import Recipe, recipe_of
 
 ANY = Curvature(samples=None)  # beside a metric that needs none
 
@@ -65,27 +66,35 @@ DAMPING = 0.1  # of each layer's largest eigenvalue
 REFRESH_EVERY = 20
 
 
-def recipe_of(name: object) -> type[Recipe]:
-    """The recipe of a name."""
-    if not isinstance(name, str) or name not in RECIPES:
-        known = ", ".join(map(repr, RECIPES))
-        raise ValueError(f"unknown recipe {name!r}; use one of {known}")
-    return RECIPES[name]
+def params_of(
+    params: nn.Module | ParamsT, module: nn.Module | None
+) -> tuple[ParamsT, nn.Module | None]:
+    """An optimizer's parameters and its module, which may be given in their place."""
+    if not isinstance(params, nn.Module):
+        return params, module
+    if module not in (None, params):
+        raise ValueError(
+            "the first argument is a module and module=… is another: give one of them"
+        )
+    return list(params.parameters()), params
 
 
 def settings_of(
     curvature: Curvature | Metric | None,
     module: nn.Module | None,
+    *,
+    recipe: str = "sgd",
     **common: Any,
 ) -> Settings:
     """Settings of an engine, checked; `common` are those of any metric."""
+    common["recipe"] = recipe
     check_common(module, **common)
     if isinstance(curvature, Metric):
         return Settings(curvature, **common)
     curvature = Curvature() if curvature is None else curvature
     if not isinstance(curvature, Curvature):
         raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
-    _check_units(curvature, recipe_of(common["recipe"]))
+    _check_units(curvature, recipe_of(recipe))
     _check_ranks(curvature, team_of(common["strategy"], module), module)
     return Settings(metric_of(curvature), **common, curvature=curvature)
 
@@ -107,7 +116,11 @@ def check_common(
     kind = recipe_of(recipe)
     lagged = team_of(strategy, module).strategy == "lagged"
     if kind.whole and (lagged or _is_spread(module)):
-        what = "strategy='lagged'" if lagged else "parameters spread over ranks (FSDP2)"
+        what = (
+            "strategy='lagged'"
+            if lagged
+            else "parameters spread over ranks (FSDP2)"
+        )
         raise ValueError(
             f"recipe={recipe!r} works on whole matrices of this step: it does not run with "
             f"{what}; use recipe='sgd'"
@@ -136,7 +149,8 @@ def _check_ranks(c: Curvature, team: Team, module: nn.Module | None) -> None:
             f"fisher={c.fisher!r}, blocks={c.blocks!r}: on several ranks only "
             "fisher='empirical' with blocks='layer' runs"
         )
-    if c.base is not None and team.strategy == "lagged":
+    lagged = team.strategy == "lagged" and not spread  # which none has
+    if c.base is not None and lagged:
         raise ValueError(
             "strategy='lagged' has no Kronecker base, whose length needs this step's "
             "gradient: give curvature=seng.Curvature(base=None)"

@@ -21,8 +21,8 @@ from seng.distributed.sharded import holders
 from seng.distributed.team import ALONE
 from seng.gpu.recorder import settle
 from seng.layers.sites import Segments, Site
-from seng.metrics.metric import Metric, State
-from seng.metrics.woodbury import Pool, woodbury
+from seng.metrics.metric import Metric, State, grafted
+from seng.metrics.woodbury import Pool, grafted_together, woodbury
 from seng.tell.diagnostics import describe
 
 Gradients = Mapping[nn.Parameter, Tensor]
@@ -55,6 +55,14 @@ class StepPlan:
                 self._solve(grads, out)
         return out
 
+    def grafted(self, grads: Gradients, ds: Directions) -> Directions:
+        """Directions over P at the length of their layer's gradient."""
+        for s in self.solves:
+            if getattr(s.solver, "base", None) is not None:
+                d = grafted(s.gather(ds), s.gather(grads))
+                s.scatter(d, grads, ds)
+        return ds
+
     def _solve(self, grads: Gradients, out: Directions) -> None:
         if self.pool is not None:
             self._solve_together(grads, out, self.pool)
@@ -67,7 +75,9 @@ class StepPlan:
         self, grads: Gradients, out: Directions, pool: Pool
     ) -> None:
         solvers = [s.solver for s in self.solves]
-        ds = woodbury(solvers, [s.gather(grads) for s in self.solves], pool)
+        gs = [s.gather(grads) for s in self.solves]
+        ds = woodbury(solvers, gs, pool)
+        ds = grafted_together(solvers, ds, gs, pool)
         for s, d in zip(self.solves, ds, strict=True):
             s.scatter(d, grads, out)
 
@@ -76,18 +86,20 @@ def over_ranks(solves: Sequence[LayerRecord]) -> Pool:
     """Uᵀg of parameters that are spread over ranks, in one message per team."""
     teams = [s.solver.U.team if s.site.sharded else ALONE for s in solves]
 
-    def pool(cs: list[Tensor]) -> list[Tensor]:
+    def pool(parts: list[list[Tensor]]) -> list[list[Tensor]]:
         for team in dict.fromkeys(teams):
             own = [i for i, other in enumerate(teams) if other == team]
-            team.sum_([cs[i] for i in own], "Uᵀg of spread parameters")
-        return cs
+            sums = [t for i in own for t in parts[i]]
+            team.sum_(sums, "Uᵀg of spread parameters")
+        return parts
 
     return pool
 
 
-def over_layers(cs: list[Tensor]) -> list[Tensor]:
+def over_layers(parts: list[list[Tensor]]) -> list[list[Tensor]]:
     """Uᵀg of a whole network, the sum of its layers'."""
-    return [torch.stack(cs).sum(0)] * len(cs)
+    cs = [c for (c,) in parts]
+    return [[torch.stack(cs).sum(0)]] * len(cs)
 
 
 def plan_of(
@@ -112,7 +124,7 @@ def plan_of(
 
 
 class Timer:
-    """The seconds of `with timer:`; on a GPU by events, so that nothing waits until they are read."""
+    """The seconds of `with timer:`; on a GPU by events, so that only reading them waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"

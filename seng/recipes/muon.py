@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from seng.checks import check_number
+from seng.checks import check_lr, check_number
 from seng.layers.sites import Segment, Site
 from seng.recipes.recipe import Directions, Group, Params, Recipe, recipe
 
@@ -88,9 +88,8 @@ def matrices(
 
 def check(group: Group) -> None:
     """Refuse options outside their range."""
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    numbers = ["lr", "weight_decay", "momentum", "eps", "adam_eps"]
+    check_lr(group["lr"])
+    numbers = ["weight_decay", "momentum", "eps", "adam_eps"]
     if group["adam_lr"] is not None:
         numbers.append("adam_lr")
     for name in numbers:
@@ -121,6 +120,7 @@ class Muon(Recipe):
     """
 
     whole = True
+    others: ClassVar[str] = "AdamW"
     lr: ClassVar[float] = 0.02
     options: ClassVar[dict[str, Any]] = {
         "momentum": 0.95,
@@ -151,7 +151,7 @@ class Muon(Recipe):
 
     def is_matrix(self, p: nn.Parameter) -> bool:
         if self.segments is None:
-            return p.dim() >= 2
+            return p.dim() >= 2 and not p.is_complex()
         return p in self.segments
 
     def step(
@@ -177,7 +177,8 @@ class Muon(Recipe):
     ) -> None:
         """θ ← (1 − lr·weight_decay)·θ − lr·ratio·Q, in place."""
         lr = group["lr"]
-        if isinstance(lr, Tensor):
+        on_device = isinstance(lr, Tensor)  # as an alpha it would be read
+        if on_device:
             lr = lr.reshape(())
         torch._foreach_mul_([*weights], 1 - lr * group["weight_decay"])
         how = group["ns_coefficients"], group["ns_steps"], group["eps"]
@@ -194,7 +195,7 @@ class Muon(Recipe):
                 for i, q in zip(batch, Q.to(X.dtype).split(h), strict=True)
             ]
             rate = lr * ratio(m, n, group["adjust_lr_fn"])
-            if isinstance(rate, Tensor):  # as an alpha it would be read
+            if on_device:
                 torch._foreach_sub_(moved, torch._foreach_mul(moves, rate))
             else:
                 torch._foreach_add_(moved, moves, alpha=-rate)
@@ -254,10 +255,14 @@ def adam_step(
     for p in params:
         own = state[p]
         if "exp_avg" not in own:
-            own["step"] = torch.zeros((), dtype=torch.float32)
             own["exp_avg"] = torch.zeros_like(p)
             own["exp_avg_sq"] = torch.zeros_like(p)
-        own["step"] = own["step"].to(p.device if fused else "cpu")
+        # A number in old checkpoints.
+        where = p.device if fused else torch.device("cpu")
+        count = own.get("step", 0.0)
+        own["step"] = torch.as_tensor(
+            count, dtype=torch.float32, device=where
+        )
     lr = group["adam_lr"]
     if lr is None:
         same = group["adjust_lr_fn"] == "match_rms_adamw"
@@ -265,7 +270,7 @@ def adam_step(
     beta1, beta2 = group["adam_betas"]
     adamw(
         [*params],
-        [directions[p] for p in params],
+        [p.grad for p in params],
         [state[p]["exp_avg"] for p in params],
         [state[p]["exp_avg_sq"] for p in params],
         [],

@@ -39,9 +39,12 @@ class Recipe(ABC):
     name: ClassVar[str]  # as users ask for it
     lr: ClassVar[float] = 0.1  # where none is given
     options: ClassVar[dict[str, Any]] = {}
+    others: ClassVar[str] = "plain gradient"  # of what it refuses
     fuses = False  # whether the GPU's fused step of SGD does the same
     whole = False  # whether it works on whole matrices of this step
-    paper = False  # whether directions are the paper's own, over an absolute λI
+    paper = (
+        False  # whether directions are the paper's own, over an absolute λI
+    )
 
     def __init__(
         self, sites: Sequence[Site], module: nn.Module | None = None
@@ -53,7 +56,7 @@ class Recipe(ABC):
         """Why it has no use for a layer's direction, in words; None where it has."""
         return None
 
-    @staticmethod
+    @staticmethod  # noqa: B027
     def check(group: Group) -> None:
         """Refuse options of its own outside their range."""
 
@@ -79,6 +82,14 @@ def recipe(name: str) -> Callable[[type[Recipe]], type[Recipe]]:
     return register
 
 
+def recipe_of(name: object) -> type[Recipe]:
+    """The recipe of a name."""
+    if not isinstance(name, str) or name not in RECIPES:
+        known = ", ".join(map(repr, RECIPES))
+        raise ValueError(f"unknown recipe {name!r}; use one of {known}")
+    return RECIPES[name]
+
+
 OPTIONS = ("weight_decay", "momentum", "lr", "nesterov", "maximize")
 
 
@@ -88,6 +99,11 @@ class SGD(Recipe):
 
     options: ClassVar[dict[str, Any]] = {"momentum": 0.9, "nesterov": False}
     fuses = True
+
+    @staticmethod
+    def check(group: Group) -> None:
+        if group["nesterov"] and group["momentum"] <= 0:
+            raise ValueError("nesterov needs a momentum above 0")
 
     def step(
         self,

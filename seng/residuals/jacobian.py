@@ -139,7 +139,8 @@ class TermJacobian:
         r = self.term(theta, self.batch)
         if not r.requires_grad:
             raise ValueError(
-                f"{self.term.name} does not depend on the parameters: is the model called, and nothing detached?"
+                f"{self.term.name} does not depend on the parameters: is the model called, and "
+                "nothing detached?"
             )
         return r, theta
 
@@ -184,9 +185,11 @@ def layout_of(part: TermJacobian) -> Layout | None:
     gradients = min(len(r), COLUMN * len(part.theta))
     if gradients > FEW:
         warn(
-            f"{term.name} is differentiated as a whole, {gradients} gradients of the batch at every step, since its samples do "
-            f"not separate ({found}). It is much faster with residuals that depend on one sample each, a term for every batch "
-            "and derivatives by torch.func (grad, jacrev, hessian, jvp), not torch.autograd.grad; separate=False is quiet"
+            f"{term.name} is differentiated as a whole, {gradients} gradients of the batch at "
+            f"every step, since its samples do not separate ({found}). It is much faster with "
+            "residuals that depend on one sample each, a term for every batch and derivatives by "
+            "torch.func (grad, jacrev, hessian, jvp), not torch.autograd.grad; separate=False is "
+            "quiet"
         )
     return None
 

@@ -123,7 +123,8 @@ class LeastSquares:
             raise ValueError(f"momentum must be below 1, not {momentum!r}")
         if not isinstance(self.sketch, Sketch | None):
             raise TypeError(
-                f"sketch is one of seng.sketch, as in sketch=seng.sketch.CountSketch(512), not {self.sketch!r}"
+                "sketch is one of seng.sketch, as in sketch=seng.sketch.CountSketch(512), not "
+                f"{self.sketch!r}"
             )
         memory = self.memory
         if memory is not None and (type(memory) is not int or memory < 1):
@@ -145,7 +146,8 @@ class LeastSquares:
         given = batches if self.several else (batches,)
         if len(given) != len(self.terms):
             raise ValueError(
-                f"step takes a batch for each of the {len(self.terms)} residual functions, not {len(given)}"
+                f"step takes a batch for each of the {len(self.terms)} residual functions, not "
+                f"{len(given)}"
             )
         device = self.generator.device
         memory = self.memory or int(SHARE * free_memory(device))
@@ -249,7 +251,8 @@ class LeastSquares:
         """Go on from there, bit for bit on the same machine."""
         if set(state) != {*STATE, "generator"}:
             raise ValueError(
-                f"a LeastSquares has the state {', '.join(self.state_dict())}, and this has {', '.join(state)}"
+                f"a LeastSquares has the state {', '.join(self.state_dict())}, and this has "
+                f"{', '.join(state)}"
             )
         last = state["last"]
         theta = self.parameters.theta()

@@ -87,8 +87,9 @@ class Linearization(Operator):
         width = left // (COPIES * self.r.nbytes)
         if width < 1:
             raise MemoryError(
-                f"{m} residuals and {n} parameters: the smaller of JJᵀ and JᵀJ needs {size_of(gram)} with its factor, and some "
-                f"columns of J beside it; the budget is {size_of(self.memory)}. Give fewer samples at a time, or more bytes "
+                f"{m} residuals and {n} parameters: the smaller of JJᵀ and JᵀJ needs "
+                f"{size_of(gram)} with its factor, and some columns of J beside it; the budget is "
+                f"{size_of(self.memory)}. Give fewer samples at a time, or more bytes "
                 "(LeastSquares(memory=…))"
             )
         return replace(self, width=width)
@@ -111,7 +112,8 @@ class Linearization(Operator):
 
     def explicit(self) -> Explicit:
         raise MemoryError(
-            "this sketch needs the whole Jacobian, which does not fit: use CountSketch, or give more memory"
+            "this sketch needs the whole Jacobian, which does not fit: use CountSketch, or give "
+            "more memory"
         )
 
     def _by_part(self, rows: Tensor) -> Iterator[tuple[TermJacobian, Tensor]]:

@@ -42,7 +42,8 @@ class Parameters(nn.Module):
             if not isinstance(p, Tensor) or not p.is_floating_point():
                 kind = getattr(p, "dtype", type(p).__name__)
                 raise TypeError(
-                    f"parameter '{name}' is {kind}: what is fitted are tensors of real floating-point numbers"
+                    f"parameter '{name}' is {kind}: what is fitted are tensors of real "
+                    "floating-point numbers"
                 )
         tensors = self.tensors.values()
         self.sizes = [p.numel() for p in tensors]
@@ -56,7 +57,7 @@ class Parameters(nn.Module):
             )
 
     def theta(self) -> Tensor:
-        """θ (n,) as it is now, in the precision of J and of the solve: float64, where there is any."""
+        """θ (n,) as it is now, in the precision of J and of the solve: float64, if there is any."""
         rows = [p.detach().flatten() for p in self.tensors.values()]
         theta = torch.cat(rows)
         return theta.to(widest(theta))
@@ -119,7 +120,8 @@ class Term:
         r = self.parameters.call(self.function, theta, batch)
         if not isinstance(r, Tensor):
             raise TypeError(
-                f"{self.name} returned {type(r).__name__}: it must return a tensor, the vector of residuals"
+                f"{self.name} returned {type(r).__name__}: it must return a tensor, the vector of "
+                "residuals"
             )
         if r.dim() != 1:
             hint = (
@@ -128,7 +130,8 @@ class Term:
             if r.dim():
                 hint = "use .flatten()"
             raise ValueError(
-                f"{self.name} returned a tensor of shape {tuple(r.shape)}: it must return a vector (m,); {hint}"
+                f"{self.name} returned a tensor of shape {tuple(r.shape)}: it must return a vector "
+                f"(m,); {hint}"
             )
         if not r.is_floating_point():
             raise TypeError(

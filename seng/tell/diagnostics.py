@@ -73,7 +73,8 @@ class TensorBoard:
     def __init__(self, writer: Any, source: Any = None) -> None:
         if not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(
-                f"TensorBoard takes a SummaryWriter, or anything else with add_scalar, not {type(writer).__name__}"
+                "TensorBoard takes a SummaryWriter, or anything else with add_scalar, not "
+                f"{type(writer).__name__}"
             )
         self.writer = writer
         self.source = source
@@ -83,7 +84,8 @@ class TensorBoard:
         source = self.source or optimizer
         if not hasattr(source, "last_refresh"):
             raise TypeError(
-                f"{type(source).__name__} has no curvature; with seng.attach write TensorBoard(writer, handle)"
+                f"{type(source).__name__} has no curvature; with seng.attach write "
+                "TensorBoard(writer, handle)"
             )
         step = source.last_refresh
         if step in (None, self.written):

@@ -18,6 +18,7 @@ from seng.linalg.memory import memory_budget, size_of
 from seng.metrics.choose import metric_of
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric, Plan, site_dims
+from seng.recipes.recipe import recipe_of
 
 HEAD = (
     "layer",
@@ -37,10 +38,11 @@ WORDS = ("layer", "form", "base", "why")  # columns that begin at the left
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found: one plan per covered layer, and every other parameter with its reason."""
+    """What `explain` found: one plan per covered layer, and why each other parameter has none."""
 
     plans: tuple[Plan, ...]
     uncovered: Mapping[str, str]
+    others: str = "plain gradient"  # what these take
 
     @property
     def bytes(self) -> int:
@@ -55,7 +57,7 @@ class Explanation:
         size = size_of(self.bytes)
         lines.append(f"{len(self.plans)} layers covered, {size} of curvature")
         for name, why in self.uncovered.items():
-            lines.append(f"plain gradient: {name}: {why}")
+            lines.append(f"{self.others}: {name}: {why}")
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -84,17 +86,29 @@ def _aligned(column: tuple[str, ...]) -> list[str]:
 
 
 def explain(
-    module: nn.Module, batch: Any, curvature: Curvature | Metric | None = None
+    module: nn.Module,
+    batch: Any,
+    curvature: Curvature | Metric | None = None,
+    *,
+    recipe: str = "sgd",
 ) -> Explanation:
     """Run one forward pass and tell what would be done with each layer, and why.
 
     Per layer: its shapes, the form chosen, its bytes and cost. `batch` is what the module takes: a
     tensor, a tuple of arguments or a dict of keywords; of an (inputs, targets) pair the first is
     taken when the module has one argument. Nothing about the module changes, running statistics
-    included.
+    included. `recipe`: under "muon" heads, tables, norms and biases are listed as AdamW's.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
-    sites, uncovered = survey(module, trained)
+    found, uncovered = survey(module, trained)
+    kind = recipe_of(recipe)
+    sites = []
+    for site in found:
+        why = kind.refuses(site, module)
+        if why is None:
+            sites.append(site)
+        else:
+            uncovered |= dict.fromkeys(site.parameter_names, why)
     calls = _calls(module, batch, sites)
     # As a backward sees them: of several numbers, the last call's.
     B = mode([call.samples for call in calls[::-1]]) if calls else 0
@@ -117,7 +131,8 @@ def explain(
         else:
             kappa = sum(call.positions for call in own)
             dims.append(site_dims(site, max(1, kappa), samples))
-    return Explanation(tuple(metric.plan(dims, budget)), uncovered)
+    plans = tuple(metric.plan(dims, budget))
+    return Explanation(plans, uncovered, kind.others)
 
 
 class Call(NamedTuple):

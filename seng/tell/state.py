@@ -19,15 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seng.distributed.sharded import from_parts, parts_of, spread_basis
+from seng.distributed.sharded import (
+    Place,
+    from_parts,
+    parts_of,
+    spread_basis,
+)
 from seng.layers.sites import Segments, Site, whole
-from seng.linalg import implicit, lookup, operators, sketch
-from seng.linalg.operators import HALF, Merged
+from seng.linalg import centred, implicit, lookup, operators, sketch
+from seng.linalg.operators import HALF, Merged, Operator
 from seng.metrics import factor
 from seng.metrics.metric import STATES, Metric
 
 # Where the type of a nested value is found by its name: states, operators, sketches, factors.
-MODULES = operators, implicit, lookup, sketch, factor
+MODULES = operators, centred, implicit, lookup, sketch, factor
 TYPES = ChainMap[str, Any](STATES, *map(vars, MODULES))
 
 IS = "is"  # in every nested value, so that one without fields is there too
@@ -72,16 +77,22 @@ def unpack(
         if tensor is None:
             found = unpack(f.name, inside, device, dtype)
         else:
-            found = _value(tensor, str(f.type), device, dtype)
+            cast = f.metadata.get("cast", True)
+            found = _value(
+                tensor, str(f.type), device, dtype if cast else None
+            )
         if found is not None:
             values[f.name] = found
     return kind(**values)
 
 
 def _value(
-    tensor: Tensor, kind: str, device: torch.device, dtype: torch.dtype
+    tensor: Tensor,
+    kind: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
 ) -> Any:
-    """A field of this type, as it is written or as Python has it."""
+    """A field of this type, as it is written or as Python has it; None: in its own precision."""
     if "Tensor" in kind:
         cast = tensor.is_floating_point() and tensor.dtype not in HALF
         # On a GPU states are written to in place: not to what was loaded.
@@ -191,7 +202,8 @@ def _placed(state: Any, site: Site, active: Segments, parts: Any) -> Any:
         if shapes != [p.shape for p in params]:
             return None
         if site.sharded:
-            return replace(state, U=from_parts(bases, params, site.dtype))
+            U = from_parts(bases, params, site.dtype)
+            return _over(state, U, site, active)
 
         def row(*column: Tensor) -> Tensor:
             tensors = dict(zip(params, column, strict=True))
@@ -199,4 +211,13 @@ def _placed(state: Any, site: Site, active: Segments, parts: Any) -> Any:
 
         device = site.lead.device
         Y = torch.vmap(row, -1)(*[whole(part).to(device) for part in bases])
-    return replace(state, U=spread_basis(site, active, Y))
+    return _over(state, spread_basis(site, active, Y), site, active)
+
+
+def _over(state: Any, U: Operator, site: Site, active: Segments) -> Any:
+    """The state with this U, over a base that lies where U does."""
+    P = getattr(state, "P", None)
+    if P is not None:
+        P = replace(P, place=Place(site, active) if site.sharded else None)
+        return replace(state, U=U, P=P)
+    return replace(state, U=U)

@@ -1,5 +1,7 @@
 """`seng bench`: what a step of SENG costs beside SGD, AdamW, Muon and K-FAC, and how near its direction is to the exact one.
 
+`seng` is the library's default; `seng lowrank` and its forms are low rank over λI, at the settings that the options name.
+
 In one process: all contenders start from the same weights, which SGD trained a little, and take turns, a window of steps each,
 for several rounds; every round starts from those weights again. A refresh is timed as a window with one minus a window without,
 and spread over T steps. Peak memory and the direction are measured before, one contender at a time. Writes a JSON per model as
@@ -24,7 +26,8 @@ from seng import SENG
 from seng.lab.bench.arena import Arena, Entrant
 from seng.lab.bench.contenders import (
     BASELINES,
-    SENGS,
+    LOW_RANKS,
+    MEASURED,
     LeftOutError,
     Setting,
     state_bytes,
@@ -110,32 +113,48 @@ class Bench:
     def directions(self, rows: Sequence[Row]) -> None:
         """d and the exact d of one batch, from one and the same backward."""
         for row in rows:
-            if row.contender in SENGS:
-                with self.attempt(row, "direction"):
-                    self.direction(row)
-                self.clean()
+            if row.contender not in MEASURED:
+                continue
+            known = self.known(row, "quality")
+            if known is not None:
+                row.quality = known.quality
+                continue
+            with self.attempt(row, "direction"):
+                self.direction(row)
+            self.clean()
+
+    def known(self, row: Row, what: str) -> Row | None:
+        """A row of the same contender that has this already, where it is the same at every setting."""
+        if row.contender not in BASELINES:
+            return None
+        return next(
+            (
+                r
+                for r in self.rows
+                if r.contender == row.contender
+                and getattr(r, what) is not None
+            ),
+            None,
+        )
 
     def direction(self, row: Row) -> None:
         """Of one contender."""
         s, model = row.setting, self.arena.model()
         model.load_state_dict(self.arena.start)
-        curvature = s.curvature(SENGS[row.contender])
+        given: dict[str, Any] = {}
+        if row.contender in LOW_RANKS:
+            given["damping"] = s.damping
+            given["curvature"] = s.curvature(LOW_RANKS[row.contender])
         optimizer = SENG(
-            model,
-            1.0,
-            momentum=0,
-            damping=s.damping,
-            refresh_every=s.every,
-            curvature=curvature,
+            model, 1.0, momentum=0, refresh_every=row.every, **given
         )
         watch = Watch(model)
         self.arena.backward(model, self.arena.pool[0])
         watch.remove()
         grads = {p: p.grad.clone() for p in watch.params if p.grad is not None}
-        want = watch.direction(s.damping, s.relative_damping, s.samples)
-        row.quality = compare(
-            watch.sites, observed(optimizer, list(want)), want, grads
-        )
+        got = observed(optimizer, list(grads))
+        want = watch.direction_of(optimizer)
+        row.quality = compare(watch.sites, got, want, grads)
 
     def clean(self) -> None:
         """Let go of the last contender, whose model a compiled graph may hold."""
@@ -146,17 +165,8 @@ class Bench:
     def footprints(self, rows: Sequence[Row]) -> None:
         """Peak memory over steps with a refresh among them, each contender alone on the device, and bytes of state."""
         for row in rows:
-            known = next(
-                (
-                    r
-                    for r in self.rows
-                    if r.contender == row.contender and r.peak_MiB is not None
-                ),
-                None,
-            )
-            if (
-                known is not None and row.contender in BASELINES
-            ):  # the same at every damping
+            known = self.known(row, "peak_MiB")
+            if known is not None:
                 row.peak_MiB, row.reserved_MiB, row.state_MiB = (
                     known.peak_MiB,
                     known.reserved_MiB,
@@ -176,7 +186,7 @@ class Bench:
 
     def footprint(self, row: Row) -> None:
         """Of one contender."""
-        period = min(row.setting.every, 4)
+        period = min(row.every, 4)
         e = Entrant(row.contender, self.arena, row.setting, period)
         e.steps(2 * period + 1)
         row.state_MiB = state_bytes(e.optimizer) / MiB
@@ -223,7 +233,7 @@ class Bench:
         """A whole period of T steps with its one refresh as it comes, where that is cheap; in turns with SGD."""
         if "seng" not in entrants or "sgd" not in entrants:
             return
-        row, T = entrants["seng"][0], entrants["seng"][0].setting.every
+        row, T = entrants["seng"][0], entrants["seng"][0].every
         if (
             2 * self.task.window >= T
             or row.idle_ms is None

@@ -1,5 +1,5 @@
-"""Who is compared: SGD, AdamW, Muon, K-FAC, SENG's orthogonal step and SENG in each of its forms, with learning rates at which
-none diverges."""
+"""Who is compared: SGD, AdamW, Muon, K-FAC and its root, SENG as it comes, and low rank over λI in each of its forms, with
+learning rates at which none diverges."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from torch.optim import SGD, AdamW
 from torch.utils._pytree import tree_leaves
 
 import seng
-from seng.lab.muon import MuonAndAdamW
 from seng.metrics.curvature import Form
+from seng.optim.settings import REFRESH_EVERY
 
+DEFAULTS = ("kfac root", "seng")  # as they come, at the library's T
 BASELINES = (
     "sgd",
     "adamw",
     "muon",
     "kfac",
-    "seng orthogonal",
-    "seng kronecker",
-)  # the same at every setting of SENG's
-SENGS: Mapping[str, Form] = {
-    "seng" if form == "auto" else f"seng {form}": form
+    *DEFAULTS,
+)  # the same at every setting of low rank's
+LOW_RANKS: Mapping[str, Form] = {
+    "seng lowrank" if form == "auto" else f"seng lowrank {form}": form
     for form in get_args(Form)
-    if form != "plain"
 }
-REFRESHING = ("kfac", "seng kronecker", *SENGS)
+MEASURED = ("seng", *LOW_RANKS)  # whose direction is measured
+REFRESHING = ("kfac", *DEFAULTS, *LOW_RANKS)
 CONTENDERS = (
     *BASELINES,
-    "seng",
-    "seng merged",
-    "seng implicit",
-    "seng explicit",
+    "seng lowrank",
+    "seng lowrank merged",
+    "seng lowrank implicit",
+    "seng lowrank explicit",
 )
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run SENG."""
+    """One way to run low rank over λI, and the T of what runs as it comes."""
 
     every: int  # T, over which a refresh is spread
     damping: float
@@ -48,6 +48,11 @@ class Setting:
     rank: int
     decay: float
     samples: int | None
+    default_every: int = REFRESH_EVERY  # T of what runs as it comes
+
+    def period(self, name: str) -> int:
+        """T of a contender."""
+        return self.default_every if name in DEFAULTS else self.every
 
     def curvature(self, form: Form) -> seng.Curvature:
         if self.decay and form not in ("auto", "merged"):
@@ -56,8 +61,10 @@ class Setting:
             )
         return seng.Curvature(
             form,
+            base=None,
+            centred=False,
             samples=self.samples,
-            rank=self.rank,
+            rank=seng.Curvature().rank if form == "explicit" else self.rank,
             decay=self.decay,
             relative_damping=self.relative_damping,
         )
@@ -65,7 +72,8 @@ class Setting:
     def __str__(self) -> str:
         kind = "relative" if self.relative_damping else "absolute"
         taken = "" if self.samples is None else f", {self.samples} samples"
-        return f"T = {self.every}, {kind} λ = {self.damping:g}, rank {self.rank}, decay {self.decay:g}{taken}"
+        low_rank = f"low rank: T = {self.every}, {kind} λ = {self.damping:g}, rank {self.rank}, decay {self.decay:g}{taken}"
+        return f"{low_rank}; as they come: T = {self.default_every}"
 
 
 class Steps(Protocol):
@@ -100,31 +108,40 @@ def contender(
     if name == "adamw":
         return AdamW(model.parameters(), 3e-4, fused=fused)
     if name == "muon":
-        return MuonAndAdamW(model, fused=fused)
-    if name == "seng orthogonal":
-        return seng.SENG(model, 0.01, **seng.presets.orthogonal())
-    if name == "seng kronecker":  # as it comes
+        return seng.Muon(
+            model,
+            3e-4,
+            adjust_lr_fn="match_rms_adamw",
+            adam_betas=(0.9, 0.999),
+        )
+    if name == "seng":
         return seng.SENG(
             model, lr, weight_decay=5e-4, refresh_every=refresh_every
         )
-    if name == "kfac":
-        try:
-            from seng.optim.kfac import KFAC
-        except ImportError as missing:
-            raise LeftOutError("this version has no seng.KFAC") from missing
-        # Its direction is (M + λI)⁻¹g, so that lr·λ is what lr is to SGD.
-        kfac: Steps = KFAC(
-            model, lr=0.1 * lr, damping=0.1, refresh_every=refresh_every
+    if name == "kfac root":
+        return seng.KFAC(
+            model,
+            lr,
+            power=0.5,
+            weight_decay=5e-4,
+            refresh_every=refresh_every,
         )
-        return kfac
-    curvature = setting.curvature(SENGS[name])
+    if name == "kfac":
+        # Its direction is (M + λI)⁻¹g, so that lr·λ is what lr is to SGD.
+        return seng.KFAC(
+            model,
+            lr=0.1 * lr,
+            damp="tikhonov",
+            damping=0.1,
+            refresh_every=refresh_every,
+        )
     return seng.SENG(
         model,
         lr,
         weight_decay=5e-4,
         damping=setting.damping,
         refresh_every=refresh_every,
-        curvature=curvature,
+        curvature=setting.curvature(LOW_RANKS[name]),
     )
 
 

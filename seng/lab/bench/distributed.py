@@ -1,5 +1,7 @@
 """`seng bench --distributed`: what SENG's strategies send beside DistributedDataParallel with SGD, their cost and scaling.
 
+"seng shared" is SENG as it comes, "seng lowrank …" low rank over λI with each strategy.
+
 Each strategy at each number of ranks has processes of its own, so that one that fails or hangs takes nobody along. In them SGD
 and the strategy take turns, a window of steps with a refresh and one without, as in the rest of the benchmark; the bytes of
 both are counted before (`seng.lab.bench.traffic`), means over the ranks:
@@ -85,12 +87,19 @@ class Row:
     note: str = ""
 
 
+def kind_of(name: str) -> str:
+    """sgd; seng, as it comes, for "seng shared"; seng lowrank for "seng lowrank shared"."""
+    if name == "sgd":
+        return name
+    return "seng lowrank" if name.startswith("seng lowrank") else "seng"
+
+
 class Ranked(Entrant):
     """One contender with a model of its own, which DistributedDataParallel keeps alike on all ranks."""
 
     def __init__(
         self,
-        strategy: str | None,
+        name: str,
         arena: Arena,
         setting: Setting,
         refresh_every: int,
@@ -103,19 +112,22 @@ class Ranked(Entrant):
             else None
         )
         self.forward = DistributedDataParallel(self.model, device_ids=ids)
-        if strategy is None:
+        if name == "sgd":
             self.optimizer = contender(
                 "sgd", self.model, setting, refresh_every, task.lr
             )
         else:
+            given: dict[str, Any] = {}
+            if kind_of(name) == "seng lowrank":
+                given["damping"] = setting.damping
+                given["curvature"] = setting.curvature("auto")
             self.optimizer = seng.SENG(
                 self.forward,
                 task.lr,
                 weight_decay=5e-4,
-                damping=setting.damping,
                 refresh_every=refresh_every,
-                curvature=setting.curvature("auto"),
-                strategy=strategy,
+                strategy=name.rpartition(" ")[2],
+                **given,
             )
         self.batches = cycle(arena.pool)
         self.loss = torch.zeros(())
@@ -179,19 +191,15 @@ def _raced(
     arena.pool = task.batches(
         arena.seed + 1 + rank, arena.device, task.pool
     )  # every rank has its own samples
-    strategy = (
-        None if row.contender == "sgd" else row.contender.removeprefix("seng ")
-    )
-    period = 1 if setting.every == 1 else 2 * task.window
-    sgd = Ranked(None, arena, setting, period)
-    entrants = (
-        [sgd]
-        if strategy is None
-        else [sgd, Ranked(strategy, arena, setting, period)]
-    )
+    name = row.contender
+    every = setting.period(kind_of(name))
+    period = 1 if every == 1 else 2 * task.window
+    entrants = [Ranked("sgd", arena, setting, period)]
+    if name != "sgd":
+        entrants.append(Ranked(name, arena, setting, period))
     for e in entrants:
         e.steps(max(task.warm, 3))
-    count(row, entrants, setting.every, task.window)
+    count(row, entrants, every, task.window)
     race(row, entrants, setting, task)
     if not all(bool(e.loss.isfinite()) for e in entrants):
         row.note = "diverged"
@@ -232,8 +240,10 @@ def race(
 ) -> None:
     """In turns: a window with a refresh, a window without; who begins changes from round to round."""
     timed: list[tuple[rows.Row, list[tuple[float, float]]]] = [
-        (rows.Row("sgd" if i == 0 else "seng", setting), [])
-        for i, _ in enumerate(entrants)
+        (rows.Row(kind, setting), [])
+        for kind, _ in zip(
+            ("sgd", kind_of(row.contender)), entrants, strict=False
+        )
     ]
     for i in range(task.rounds):
         for j in range(len(entrants)):
@@ -417,11 +427,14 @@ class Comparison:
     def run(self, screen: Screen) -> None:
         """Every row."""
         asked, cpu = self.options.parallel, self.options.device.type == "cpu"
-        strategies = [
-            f"seng {name}"
+        chosen = [
+            name
             for name in STRATEGIES
             if name in (asked.strategies or STRATEGIES)
         ]
+        # As it comes it pools its curvature.
+        default = ["seng shared"] if "shared" in chosen else []
+        strategies = default + [f"seng lowrank {name}" for name in chosen]
         for ranks in sorted(set(asked.ranks or (1, 2, 4))):
             for name in ("sgd", *strategies):
                 screen.show(

@@ -1,26 +1,34 @@
-"""The exact direction of a batch, to measure an approximate one against: float64, every sample, nothing truncated.
+"""The exact direction of a batch, to measure an approximate one against: float64, every sample it uses, nothing truncated.
 
     d = g − U(λI + K)⁻¹Uᵀg,   K = UᵀU,   λ = damping × the largest eigenvalue of K, or damping itself
 
-site by site, from the inputs and output gradients of the very backward that made g. It shares the layer rules with the library
-and none of its curvature: no plan, no form, no rank, no solver.
+site by site, from the inputs and output gradients of the very backward that made g. Over a base,
+
+    d ∝ λ(ŪŪᵀ + λP)⁻¹g = P⁻¹g − P⁻¹Ū(λI + K)⁻¹ŪᵀP⁻¹g,   K = ŪᵀP⁻¹Ū,   ‖d‖ = ‖g‖
+
+where Ū has the samples' mean taken away. P is the optimizer's own, of the same refresh, in float64: what P leaves of K-FAC's
+factors is not measured here. All else shares the layer rules with the library and none of its curvature: no plan, no form, no
+rank, no solver.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from seng import SENG
 from seng.layers.sites import Member, Site, survey
 from seng.linalg.operators import Operator
+from seng.tell.inspection import inspect
 
 Directions = dict[nn.Parameter, Tensor]
+Inverse = Callable[[Tensor], Tensor]  # P⁻¹ of a site
 
 
 class Watch:
@@ -63,11 +71,37 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
 
+    def direction_of(self, optimizer: SENG) -> Directions:
+        """d of what an optimizer was asked for, over the P of its last refresh."""
+        asked = optimizer.settings.curvature
+        seen = inspect(optimizer)
+        bases = {
+            seen.sites[i].name: doubled(state.inverse)
+            for i, state in seen.states.items()
+            if state.P is not None
+        }
+        (damping,) = {g["damping"] for g in optimizer.param_groups}
+        return self.direction(
+            damping,
+            asked.relative_damping,
+            asked.samples,
+            asked.centres,
+            bases,
+        )
+
     @torch.no_grad()
     def direction(
-        self, damping: float, relative: bool = True, samples: int | None = None
+        self,
+        damping: float,
+        relative: bool = True,
+        samples: int | None = None,
+        centred: bool = False,
+        bases: Mapping[str, Inverse] | None = None,
     ) -> Directions:
-        """d in float64 for every gradient; what was seen is let go, site by site. `samples`: ϱ, the first so many."""
+        """d in float64 for every gradient; what was seen is let go, site by site.
+
+        `samples`: ϱ, the first so many. `bases`: P⁻¹ by the name of a site.
+        """
         grads = {p: p.grad for p in self.params if p.grad is not None}
         counts = Counter(
             len(member.sample_first(a, g)[0])
@@ -87,9 +121,10 @@ class Watch:
                 continue
             active = site.active()
             g = site.gather(active, grads, torch.float64)
-            d = exact(
-                site, arranged, g, min(B, samples or B), damping, relative
-            )
+            rho = min(B, samples or B)
+            U = columns(site, arranged, g, rho, centred)
+            inverse = (bases or {}).get(site.name)
+            d = exact(U, g, damping, relative, inverse)
             out |= {
                 p: part
                 for p, part in site.scatter(active, d).items()
@@ -98,15 +133,53 @@ class Watch:
         return out
 
 
-def exact(
+@dataclass(frozen=True)
+class Scaled:
+    """U: the columns u_i/√ϱ of the first ϱ samples, about their mean where they are centred."""
+
+    all: Operator | Columns  # of the captured gradients, which are u_i/B
+    count: int  # B
+    rho: int
+    centred: bool
+    like: Tensor  # of the same precision and device
+
+    @property
+    def scale(self) -> float:
+        return self.count / self.rho**0.5
+
+    def about_mean(self, c: Tensor) -> Tensor:
+        """HC of C (ϱ, …), H = I − 11ᵀ/ϱ."""
+        return c - c.mean(0) if self.centred else c
+
+    def rmv(self, z: Tensor) -> Tensor:
+        """Uᵀz."""
+        return self.about_mean(self.scale * self.all.rmv(z)[: self.rho])
+
+    def mv(self, c: Tensor) -> Tensor:
+        """Uc."""
+        rest = c.new_zeros(self.count - self.rho)
+        out: Tensor = self.all.mv(torch.cat([self.about_mean(c), rest]))
+        return self.scale * out
+
+    def gram(self, inverse: Inverse | None) -> Tensor:
+        """UᵀP⁻¹U (ϱ, ϱ); over a base column by column, since all of U may be too much to hold."""
+        if inverse is None:
+            K = self.scale**2 * self.all.gram()[: self.rho, : self.rho]
+            return self.about_mean(self.about_mean(K).T)
+        eye = torch.eye(
+            self.rho, dtype=self.like.dtype, device=self.like.device
+        )
+        return torch.stack([self.rmv(inverse(self.mv(e))) for e in eye])
+
+
+def columns(
     site: Site,
     calls: list[tuple[Member, Tensor, Tensor]],
     g: Tensor,
     rho: int,
-    damping: float,
-    relative: bool,
-) -> Tensor:
-    """d (n,) of one site, in the precision of g (n,)."""
+    centred: bool,
+) -> Scaled:
+    """U of one site, in the precision of g (n,)."""
     # Under autocast a layer multiplies its input in the precision of its output.
     seen = [
         (
@@ -123,20 +196,38 @@ def exact(
         for member, a, y in seen
     ]
     B = len(calls[0][1])
-    scale = (
-        B / rho**0.5
-    )  # with a mean loss u_i = B × captured, and the columns of U are u_i/√ϱ
-    U = parts[0] if len(parts) == 1 else Columns(parts, B, g)
-    K = scale**2 * U.gram()[:rho, :rho]
+    whole = parts[0] if len(parts) == 1 else Columns(parts, B, g)
+    return Scaled(whole, B, rho, centred, g)
+
+
+def exact(
+    U: Scaled,
+    g: Tensor,
+    damping: float,
+    relative: bool,
+    inverse: Inverse | None,
+) -> Tensor:
+    """d (n,) of one site."""
+    K = U.gram(inverse)
     lam = damping * (torch.linalg.eigvalsh(K)[-1] if relative else 1.0)
-    if lam <= 0:
-        return g
-    b = torch.linalg.solve(
-        K + lam * torch.eye(rho, dtype=K.dtype, device=K.device),
-        scale * U.rmv(g)[:rho],
-    )
-    d: Tensor = g - scale * U.mv(torch.cat([b, b.new_zeros(B - rho)]))
-    return d
+    first = g if inverse is None else inverse(g)
+    d = first
+    if lam > 0:
+        eye = torch.eye(len(K), dtype=K.dtype, device=K.device)
+        b = torch.linalg.solve(K + lam * eye, U.rmv(first))
+        correction = U.mv(b)
+        if inverse is not None:
+            correction = inverse(correction)
+        d = first - correction
+    if inverse is None:
+        return d
+    return d * (torch.linalg.vector_norm(g) / torch.linalg.vector_norm(d))
+
+
+def doubled(power: Any) -> Any:
+    """P⁻¹ in float64."""
+    tensors = {f.name: getattr(power, f.name) for f in fields(power)}
+    return replace(power, **{name: t.double() for name, t in tensors.items()})
 
 
 class Columns:

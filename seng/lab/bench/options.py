@@ -9,17 +9,21 @@ from typing import Any
 
 import torch
 
+from seng import Curvature
 from seng.lab.bench.contenders import CONTENDERS, Setting
 from seng.lab.bench.tasks import TASKS, Task, chosen
+from seng.optim.settings import REFRESH_EVERY
 
 STRATEGIES = ("shared", "block", "lagged")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A way to run SENG, at each of several dampings."""
+    """A way to run low rank over λI, at each of several dampings."""
 
-    every: int | None  # T; None: the task's
+    every: (
+        int | None
+    )  # T, of what runs as it comes too; None: the task's, and the library's
     rank: int
     decay: float
     samples: int | None = None
@@ -29,7 +33,7 @@ class Preset:
     )  # ours, relative; the paper's, absolute
 
 
-RANK = 16  # Curvature's own default
+RANK = Curvature().rank
 PRESETS = {
     "default": Preset(None, RANK, 0.0),
     "strong": Preset(20, 128, 0.8),
@@ -44,11 +48,11 @@ class Which:
     models: tuple[str, ...] = ()
     """resnet18, vgg16_bn, resnet50, gpt2, vit_s16, small_cnn. Default: on a GPU the first five, on a CPU small_cnn."""
     contenders: tuple[str, ...] = ()
-    """sgd, adamw, muon, kfac, seng, seng-merged, seng-implicit, seng-explicit, seng-orthogonal, seng-kronecker. Default: all.
-    Figures are ratios to sgd."""
+    """sgd, adamw, muon, kfac, kfac-root, seng (as it comes), seng-lowrank (over λI, uncentred), seng-lowrank-merged,
+    seng-lowrank-implicit, seng-lowrank-explicit. Default: all. Figures are ratios to sgd."""
     preset: str = "default"
-    """default (T = 200, rank 16, decay 0), strong (T = 20, rank 128, decay 0.8) or every-step (T = 1, rank 16, 64 samples);
-    each at the relative damping 0.01 and at the paper's absolute λ = 1."""
+    """Of low rank: default (T = 200, rank 16, decay 0), strong (T = 20, rank 128, decay 0.8) or every-step (T = 1, rank 16,
+    64 samples); each at the relative damping 0.01 and at the paper's absolute λ = 1."""
     compile: bool = False
     """Compile the model; the optimizers step eagerly."""
 
@@ -58,9 +62,9 @@ class Changes:
     """What differs from the preset."""
 
     every: int | None = None
-    """T: the steps over which a refresh is spread."""
+    """T of all: the steps over which a refresh is spread."""
     damping: float | None = None
-    """This one alone, relative to each layer's largest eigenvalue."""
+    """Of low rank, this one alone, relative to each layer's largest eigenvalue."""
     absolute: bool = False
     """--damping is the paper's absolute λ."""
     rank: int | None = None
@@ -195,12 +199,16 @@ class Options:
             if c.damping is None
             else ((c.damping, not c.absolute),)
         )
-        every = c.every or preset.every or task.every
+        given = c.every or preset.every
+        every = given or task.every
+        default_every = given or REFRESH_EVERY
         rank = preset.rank if c.rank is None else c.rank
         decay = preset.decay if c.decay is None else c.decay
         samples = preset.samples if c.samples is None else c.samples
         return [
-            Setting(every, damping, relative, rank, decay, samples)
+            Setting(
+                every, damping, relative, rank, decay, samples, default_every
+            )
             for damping, relative in dampings
         ]
 

@@ -50,7 +50,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         if row.whole_period_ms is not None:
             whole = f"{row.whole_period_ms:.2f} ms per step, {row.whole_period_ratio_to_sgd:.3f} of SGD's"
             said.append(
-                f"{row.contender}: {row.setting.every} steps timed in one go: {whole}"
+                f"{row.contender}: {row.every} steps timed in one go: {whole}"
             )
     return said
 

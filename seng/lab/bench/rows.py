@@ -41,6 +41,11 @@ class Row:
     note: str = ""
     runs: bool = True
 
+    @property
+    def every(self) -> int:
+        """T, over which its refresh is spread."""
+        return self.setting.period(self.contender)
+
     def of_quality(self, name: str) -> float | None:
         """One of its numbers, where the direction was measured."""
         return (
@@ -60,7 +65,7 @@ def summarise(timed: Sequence[tuple[Row, Times]], window: int) -> None:
         row.step_ms = row.idle_ms = 1e3 * median(mine)
         if row.contender in REFRESHING:
             row.idle_ms = row.refresh_ms = None
-            if row.setting.every > 1:
+            if row.every > 1:
                 row.idle_ms = 1e3 * median(idle for _, idle in times)
                 row.refresh_ms = 1e3 * median(
                     window * (busy - idle) for busy, idle in times
@@ -79,9 +84,8 @@ def summarise(timed: Sequence[tuple[Row, Times]], window: int) -> None:
 
 def amortised(row: Row, times: Times, window: int) -> list[float]:
     """Seconds per step in each round, with a refresh spread over T steps."""
-    if row.contender in REFRESHING and row.setting.every > 1:
+    if row.contender in REFRESHING and row.every > 1:
         return [
-            idle + window * (busy - idle) / row.setting.every
-            for busy, idle in times
+            idle + window * (busy - idle) / row.every for busy, idle in times
         ]
     return [fmean(pair) for pair in times]

@@ -9,15 +9,19 @@ from math import floor, log10
 from seng.lab.report.summary import Estimate, Standing, Task, natural
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, for a light and for a dark ground. Its yellow is darkened
-# on white, its black lightened on black, and grey joins as the ninth.
+# on white, its black lightened on black, and grey joins as the ninth. Forms of SENG and K-FAC have shades beside them.
 COLOURS = {
     "seng": ("#D55E00", "#F07A1F"),
-    "seng-orthogonal": ("#8C2D04", "#FFA066"),
+    "seng-lowrank": ("#8C2D04", "#FFA066"),
+    "seng-muon": ("#7A1F5C", "#E58BC4"),
+    "seng-orthogonal": ("#B15928", "#D9A066"),  # of an earlier edition
     "seng-paper": ("#E69F00", "#F2B632"),
     "sgd": ("#0072B2", "#3D9BD6"),
     "adam": ("#009E73", "#1FC296"),
     "adamw": ("#56B4E9", "#8CCDF2"),
     "kfac": ("#CC79A7", "#E09CC2"),
+    "kfac-root": ("#6A3D9A", "#B79BDD"),
+    "kfac-floor": ("#9E9AC8", "#D0CDEB"),
     "muon": ("#000000", "#F5F5F5"),
     "soap": ("#A89B00", "#F0E442"),
     "shampoo": ("#7F7F7F", "#A6A6A6"),

@@ -18,6 +18,7 @@ from typing import Any
 
 from scipy.special import stdtrit  # type: ignore[import-untyped]  # scikit-learn brings it
 
+from seng.lab.recipes import RECIPES
 from seng.lab.results import Trajectory
 
 CONFIDENCE = 0.95
@@ -200,7 +201,7 @@ def _task(name: str, study: str, methods: dict[str, list[Trajectory]]) -> Task:
         sorted((standing(runs) for runs in methods.values()), key=place)
     )
     runs = {s.name: tuple(methods[s.name]) for s in standings}
-    remarks = (*_unfinished(runs), *_mixed(runs))
+    remarks = (*_unfinished(runs), *_recorded(runs), *_mixed(runs))
     return Task(
         name,
         study,
@@ -228,6 +229,26 @@ def _unfinished(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
             ]
             if these:
                 said.append(f"{name}: {words} ({', '.join(these)}).")
+    return said
+
+
+def _recorded(methods: dict[str, tuple[Trajectory, ...]]) -> list[str]:
+    """Optimizers whose runs are of an earlier edition: their commands speak its names, at their commits."""
+    known: dict[str, str] = {}
+    for runs in methods.values():
+        for run in runs:
+            if run.recorded_as is not None:
+                known[run.optimizer] = run.recorded_as
+    said = []
+    for name, was in known.items():
+        words = f"which called it {was}, as its commands do"
+        if name not in RECIPES:
+            words = "and this one has it no more"
+        elif was == name:
+            words = (
+                "in other units: its lr and weight decay are translated here"
+            )
+        said.append(f"{name}: of an earlier edition, {words}.")
     return said
 
 

@@ -140,7 +140,13 @@ def _captured(
         model,
         lr=0.0,
         momentum=0.0,
-        curvature=Curvature(form="explicit", decay=0.0),
+        curvature=Curvature(
+            form="explicit",
+            base=None,
+            centred=False,
+            samples=None,
+            decay=0.0,
+        ),
     )
     _backward(model, x, y, order[:samples])
     own = _gathered(inspect(optimizer))

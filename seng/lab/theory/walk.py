@@ -152,7 +152,7 @@ def _theta(layer: nn.Linear) -> Tensor:
 
 
 def walk(given: Problem, rule: Rule, steps: int, seed: int) -> Path:
-    """So many steps of SENG in the paper's units, with a new U and a new Ω at each."""
+    """So many steps of the paper's SENG, in its own units, with a new U and a new Ω at each."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(
         devices=[]
@@ -161,6 +161,9 @@ def walk(given: Problem, rule: Rule, steps: int, seed: int) -> Path:
         model, trained = network(given)
         curvature = seng.Curvature(
             form="explicit",
+            base=None,
+            centred=False,
+            samples=None,
             sketch=Rows(rule.rows),
             decay=0,
             relative_damping=False,
@@ -170,7 +173,7 @@ def walk(given: Problem, rule: Rule, steps: int, seed: int) -> Path:
             momentum=0,
             damping=rule.damping,
             refresh_every=1,
-            units="paper",
+            recipe="paper",
             curvature=curvature,
             strict=True,
         )

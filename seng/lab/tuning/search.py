@@ -174,7 +174,8 @@ class Plan:
         for point in (
             point for grid in self.grids for point in paper.points(grid)
         ):
-            point = paper.in_sgd_units(point) if "damping" in point else point
+            if self.optimizer == "kfac":
+                point = paper.in_sgd_units(point)
             point = {
                 **point,
                 **{
@@ -263,7 +264,7 @@ def _around(
         return (
             allowed if own in allowed.values else OneOf((own, *allowed.values))
         )
-    if not allowed.log:
+    if not allowed.log or usual <= 0:  # as the library's weight decay is
         return replace(
             allowed, low=min(allowed.low, own), high=max(allowed.high, own)
         )
