@@ -124,8 +124,9 @@ def test_an_option_of_curvature_acts(name):
 
 CONTEXTS: dict[str, dict[str, object]] = {
     "over a base": {"form": "auto"},
-    "over λI": {"base": None},
-    "network": {"blocks": "network", "base": None},
+    "over λI": {"base": None, "decay": 0.8},
+    "over λI, all samples": {"base": None, "rank": 100},
+    "network": {"blocks": "network", "base": None, "decay": 0.8},
     "explicit": {"form": "explicit", "base": None},
     "implicit": {"form": "implicit", "base": None, "rank": 3},
     "merged": {"form": "merged", "base": None, "decay": 0},
@@ -161,11 +162,14 @@ def test_an_option_acts_in_every_context_or_is_refused(context, name, usual):
     [
         ({"form": "explicit", "rank": 2}, "rank"),
         ({"threshold": 5}, "threshold"),
-        ({"base": None, "threshold": 5}, "threshold"),
+        ({"base": None, "decay": 0.8, "threshold": 5}, "threshold"),
         ({"base": None, "form": "implicit", "threshold": 5}, "threshold"),
         ({"decay": 0, "threshold": 5}, "threshold"),
         ({"implicit_sketch": ROWS}, "implicit_sketch"),
-        ({"base": None, "implicit_sketch": ROWS}, "implicit_sketch"),
+        (
+            {"base": None, "decay": 0.8, "implicit_sketch": ROWS},
+            "implicit_sketch",
+        ),
         ({"form": "merged", "implicit_sketch": ROWS}, "implicit_sketch"),
     ],
     ids=str,

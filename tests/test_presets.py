@@ -25,7 +25,7 @@ def test_the_paper_has_its_own_method() -> None:
     options = seng.presets.paper(damping=2.0, sketch=sketch)
     curvature = options["curvature"]
     assert curvature.base is None and curvature.samples is None
-    assert curvature.combine == "independent" and curvature.averaging == 0
+    assert curvature.combine == "independent" and curvature.decay == 0
     assert not curvature.relative_damping and not curvature.centres
     assert curvature.sketch is sketch
     assert options["recipe"] == "paper"

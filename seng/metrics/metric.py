@@ -96,9 +96,7 @@ class Plan:
     form: str  # explicit, implicit, lookup, merged, or a metric's own
     rank: int
     why: str
-    roots: int = (
-        0  # of samples' weights, kept beside what is not centred itself
-    )
+    roots: int = 0  # of samples' weights, kept to centre by
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -268,10 +266,7 @@ def paper_form(d: Dims, threshold: int) -> tuple[str, str]:
     if d.n <= d.sides * d.kappa:
         why = "n ≤ (n_G + n_A)κ: the factors would be larger than the gradient"
         return "explicit", why
-    return (
-        "implicit",
-        f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}",
-    )
+    return "implicit", f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
 
 
 def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:

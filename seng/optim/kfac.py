@@ -75,11 +75,6 @@ class KFAC(Preconditioned):
         eps: float | None = None,
     ) -> None:
         asked = Kronecker(power, rank, floor, decay, damp)
-        if recipe_of(recipe).paper:
-            raise ValueError(
-                f"KFAC: recipe={recipe!r} divides by the λ of SENG over λI; use another recipe, "
-                "or SENG(model, **seng.presets.paper())"
-            )
         options = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -98,7 +93,7 @@ class KFAC(Preconditioned):
             "sample_dim": sample_dim,
             "strict": strict,
         }
-        check_common(self.module, **common)
+        _check(self.module, **common)
         self._check_ranks(damp, strategy)
         settings = Settings(metric_of(asked), **common, name="KFAC")
         self._build(settings)
@@ -120,6 +115,15 @@ class KFAC(Preconditioned):
                 "KFAC works on whole parameters, and these are DTensors, spread over a "
                 "device mesh (FSDP2): seng.SENG works there"
             )
+
+
+def _check(module: nn.Module | None, recipe: str, **common: Any) -> None:
+    check_common(module, recipe=recipe, **common)
+    if recipe_of(recipe).paper:
+        raise ValueError(
+            f"KFAC: recipe={recipe!r} divides by the λ of SENG over λI; use another recipe, "
+            "or SENG(model, **seng.presets.paper())"
+        )
 
 
 def _damping_of(damp: Damp, damping: float | None) -> dict[str, float]:
