@@ -27,7 +27,7 @@ model = nn.Sequential(
     ),
 )
 opt = seng.SENG(
-    model, lr=0.1, curvature=seng.Curvature(sketch=seng.sketch.Rows(128))
+    model, lr=0.03, curvature=seng.Curvature(sketch=seng.sketch.Rows(128))
 )
 
 with (

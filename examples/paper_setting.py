@@ -16,17 +16,10 @@ model = nn.Sequential(
 )
 x, y = torch.randn(640, 1, 8, 8), torch.randint(10, (640,))
 
-curvature = seng.Curvature(
-    decay=0, relative_damping=False, sketch=seng.sketch.Rows(64)
+paper = seng.presets.paper(
+    damping=1.0, refresh_every=200, sketch=seng.sketch.Rows(64)
 )
-opt = seng.SENG(
-    model,
-    lr=0.05,
-    damping=1.0,
-    refresh_every=200,
-    weight_decay=5e-4,
-    curvature=curvature,
-)
+opt = seng.SENG(model, lr=0.05, weight_decay=5e-4, **paper)
 steps_per_epoch, epochs = 10, 6
 lr = schedule_lr(
     opt, lambda epoch, lr: exp(epoch, lr, epochs=75, rate=5), steps_per_epoch

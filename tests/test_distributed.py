@@ -28,9 +28,9 @@ def low_rank(**options):
 
 def exact(**options):
     """Nothing is cut off, and λ is absolute."""
-    return low_rank(
-        **{"rank": 10**6, "decay": 0, "relative_damping": False, **options}
-    )
+    rank = {} if options.get("form") == "explicit" else {"rank": 10**6}
+    fixed = {"decay": 0, "relative_damping": False}
+    return low_rank(**{**rank, **fixed, **options})
 
 
 def curvature_for(strategy):
@@ -366,17 +366,17 @@ class Branches(nn.Module):
         return self.second(self.first(x)) if self.rank % 2 else self.first(x)
 
 
-def branches(rank, strategy, third):
+def branches(rank, strategy, third, base):
     model = Branches(third)
     model.rank = rank
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     opt = seng.SENG(
         wrapped,
-        lr=1.0,
+        lr=0.1 if base else 1.0,
         momentum=0.0,
         damping=LAM,
-        recipe="paper",
-        curvature=exact(),
+        recipe="sgd" if base else "paper",
+        curvature=None if base else exact(),
         strategy=strategy,
         refresh_every=2,
     )
@@ -393,9 +393,18 @@ def branches(rank, strategy, third):
 
 
 @pytest.mark.parametrize("third", [True, False], ids=["three", "two"])
-@pytest.mark.parametrize("strategy", ["shared", "block", "lagged"])
-def test_layers_that_some_ranks_or_none_use(ranks, strategy, third):
-    found = ranks(branches, strategy, third)
+@pytest.mark.parametrize(
+    ("strategy", "base"),
+    [
+        ("shared", False),
+        ("block", False),
+        ("lagged", False),
+        ("shared", True),
+        ("block", True),
+    ],
+)
+def test_layers_that_some_ranks_or_none_use(ranks, strategy, base, third):
+    found = ranks(branches, strategy, third, base)
     assert all(
         torch.equal(weights, found[0][0]) and unused
         for weights, unused in found

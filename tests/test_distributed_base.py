@@ -3,9 +3,8 @@
 import naive
 import pytest
 import torch
-import torch.distributed as dist
-from test_distributed import CASES, batches, example, parts
-from test_fsdp import mesh_of, sharded, whole
+from test_distributed import example, parts
+from test_fsdp import mesh_of, whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -97,7 +96,9 @@ class Dense:
             return places
         n_G = shapes[0][0] // h
         split = places.split([shape.numel() for shape in shapes])
-        return torch.cat([part.view(h, n_G, -1) for part in split], 2).flatten()
+        return torch.cat(
+            [part.view(h, n_G, -1) for part in split], 2
+        ).flatten()
 
     def gradients(self, x, target):
         u = naive.per_sample_gradients(self.layer, x, target)
@@ -121,7 +122,9 @@ class Dense:
         return naive.kronecker_metric(*self.moments, 0.5, 0.1)
 
     def averaged(self, old, new):
-        return new if old is None else self.decay * old + (1 - self.decay) * new
+        return (
+            new if old is None else self.decay * old + (1 - self.decay) * new
+        )
 
     def covariance(self, u_of):
         """About the mean of all; ranks weigh alike, an empty one as zeros."""
@@ -151,7 +154,9 @@ class Dense:
         P = self.metric()
         u_of = [self.gradients(*batch) for batch in all_of]
         g = sum(u.sum(0) / max(1, len(u)) for u in u_of) / len(u_of)
-        most = EVERY if self.samples is None else -(-self.samples // len(pieces))
+        most = (
+            EVERY if self.samples is None else -(-self.samples // len(pieces))
+        )
         seen = [u[:most] for u in u_of]
         alone = [[u] for u in seen] if self.block else [seen]
         Ms = [self.leading(self.covariance(some), P) for some in alone]
@@ -163,7 +168,9 @@ class Dense:
             moved = torch.empty_like(d)
             moved[self.order] = d
             sizes = [p.numel() for p in self.layer.parameters()]
-            for p, part in zip(self.layer.parameters(), moved.split(sizes)):
+            for p, part in zip(
+                self.layer.parameters(), moved.split(sizes), strict=True
+            ):
                 p -= LR * part.view_as(p)
         return moved
 
@@ -243,3 +250,37 @@ def test_spread_parameters_have_the_dense_covariance(ranks, sizes, options):
     sizes, options = of(sizes, ranks.size), OPTIONS[options]
     found = ranks(on_rank, FEW, sizes, None, options, "fsdp")
     check(found, FEW, sizes, False, options)
+
+
+def muon(rank, strategy):
+    """Weights after five steps, and whether they moved as plain Muon's."""
+    out = []
+    for optimizer in (seng.SENG, seng.Muon):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        model = model.append(nn.Linear(8, 3))
+        wrapped = DistributedDataParallel(model)
+        options = {}
+        if optimizer is seng.SENG:
+            options = {
+                "recipe": "muon",
+                "strategy": strategy,
+                "refresh_every": 2,
+            }
+        opt = optimizer(wrapped, lr=0.02, **options)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(5):
+            x = torch.randn(3 + rank, 6, generator=generator)
+            opt.zero_grad()
+            naive.loss_of(wrapped(x), torch.ones(3 + rank, 3)).backward()
+            opt.step()
+        out.append(whole(model.parameters()))
+    return out
+
+
+@pytest.mark.parametrize("strategy", ["shared", "block"])
+def test_muons_recipe_is_the_same_on_all_ranks(ranks, strategy):
+    found = ranks(muon, strategy)
+    first, plain = found[0]
+    assert all(torch.equal(weights, first) for weights, _ in found)
+    assert naive.relative_error(first, plain) > 1e-3

@@ -7,6 +7,7 @@ import pytest
 import torch
 from several import Ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import seng
 
@@ -48,10 +49,10 @@ def other_seed(rank):
     stepped(model, seng.SENG(model))
 
 
-def other_seed_without_curvature(rank):
+def other_seed_of_the_kronecker_metric(rank):
     torch.manual_seed(rank)
     model = nn.Linear(4, 3)
-    stepped(model, seng.SENG(model, **seng.presets.orthogonal()))
+    stepped(model, seng.KFAC(model))
 
 
 def other_steps(rank):
@@ -115,7 +116,7 @@ def tensor_parallel(rank):
             "the weights of rank 1 are not those of rank 0: wrap the network in DistributedDataParallel",
         ),
         (
-            other_seed_without_curvature,
+            other_seed_of_the_kronecker_metric,
             "the weights of rank 1 are not those of rank 0",
         ),
         (
@@ -162,7 +163,8 @@ def test_a_rank_that_is_missing_or_fails_ends_the_wait(hasty, function, what):
 
 
 def forms(rank, options):
-    seng.SENG(nn.Linear(4, 3), curvature=seng.Curvature(**options))
+    curvature = seng.Curvature(base=None, **options)
+    seng.SENG(nn.Linear(4, 3), curvature=curvature)
 
 
 @pytest.mark.parametrize(
@@ -176,3 +178,35 @@ def test_factors_cannot_be_shared(two, options):
             "keeps each sample's factors" in error
             and "strategy='block'" in error
         )
+
+
+def default_of(rank, strategy, recipe, spread):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    if spread:
+        fully_shard(model)
+    seng.SENG(model, strategy=strategy, recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "recipe", "spread", "said"),
+    [
+        ("lagged", "sgd", False, "curvature=seng.Curvature(base=None)"),
+        ("lagged", "muon", False, "does not run with strategy='lagged'"),
+        (None, "muon", True, "does not run with parameters spread over ranks"),
+    ],
+)
+def test_what_a_strategy_does_not_have_is_refused(
+    two, strategy, recipe, spread, said
+):
+    for _, error in two.outcomes(default_of, strategy, recipe, spread):
+        assert said in " ".join(error.split())
+
+
+def spread_kfac(rank):
+    seng.KFAC(fully_shard(nn.Linear(4, 3)))
+
+
+def test_the_kronecker_metric_alone_needs_whole_parameters(two):
+    for _, error in two.outcomes(spread_kfac):
+        assert "KFAC works on whole parameters" in error
+        assert "seng.SENG works there" in error

@@ -2,7 +2,7 @@
 
 import naive
 import torch
-from test_distributed import batches, parts
+from test_distributed import batches, low_rank, parts
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,7 +34,7 @@ def all_at_once(rank, steps, several, curved=True):
         lr=0.05,
         damping=damping,
         refresh_every=3,
-        curvature=seng.Curvature(form="merged"),
+        curvature=low_rank(form="merged"),
     )
     compiled = torch.compile(wrapped)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

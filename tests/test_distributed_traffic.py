@@ -4,7 +4,7 @@ import naive
 import pytest
 import torch
 import torch.distributed as dist
-from test_distributed import batches, network, parts
+from test_distributed import batches, low_rank, network, parts
 from test_fsdp import sharded
 from torch import nn
 
@@ -13,7 +13,7 @@ from seng.lab import models
 from seng.lab.bench.traffic import Traffic
 
 
-def steps_of(rank, strategy, wrap, options):
+def steps_of(rank, strategy, wrap, curvature):
     """(bytes, messages) of each step; strategy None is SGD."""
     model = network()
     gradient = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -30,7 +30,7 @@ def steps_of(rank, strategy, wrap, options):
             lr=0.05,
             refresh_every=4,
             strategy=strategy,
-            curvature=seng.Curvature(**options),
+            curvature=curvature,
         )
     part = parts(12, dist.get_world_size())[rank]
     found = []
@@ -43,11 +43,11 @@ def steps_of(rank, strategy, wrap, options):
     return found, gradient
 
 
-def beyond(ranks, strategy, wrap="ddp", **options):
+def beyond(ranks, strategy, wrap="ddp", curvature=None):
     """What a strategy sends at each step more than SGD does."""
     (plain, gradient), (ours, _) = (
-        ranks(steps_of, None, wrap, {})[0],
-        ranks(steps_of, strategy, wrap, options)[0],
+        ranks(steps_of, None, wrap, None)[0],
+        ranks(steps_of, strategy, wrap, curvature)[0],
     )
     return [
         (b - a, m - n) for (a, n), (b, m) in zip(plain, ours, strict=True)
@@ -69,15 +69,24 @@ def test_block_sends_one_gradient_more(two):
 
 
 def test_lagged_sends_one_gradient_more_in_the_same_messages(two):
-    extra, gradient = beyond(two, "lagged")
+    extra, gradient = beyond(two, "lagged", curvature=low_rank())
     assert all(extra[i] == (gradient, 0) for i in IDLE)
 
 
 def test_spread_parameters_send_k_numbers_per_layer(two):
-    extra, _ = beyond(two, "shared", wrap="fsdp", rank=5)
+    extra, _ = beyond(two, "shared", "fsdp", low_rank(rank=5))
     assert all(
         extra[i] == (3 * 5 * 8, 1) for i in IDLE
     )  # three layers, float64, one message
+
+
+def test_over_a_base_spread_parameters_send_its_columns_too(two):
+    """r_G × n_A numbers of each layer with the k of Uᵀg; then two lengths of each."""
+    P = seng.Kronecker(rank=2)
+    extra, _ = beyond(two, "shared", "fsdp", seng.Curvature(rank=5, base=P))
+    columns = (9 + 1) + (64 + 1) + (8 + 1)  # n_A of the three layers
+    numbers = 3 * 5 + 2 * columns + 3 * 2
+    assert all(extra[i] == (numbers * 8, 2) for i in IDLE)
 
 
 def resnet50(rank, half):

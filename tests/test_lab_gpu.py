@@ -16,7 +16,15 @@ from seng.lab.train import PLAIN, Training
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device"
 )
-NAMES = ["sgd", "adamw", "seng", "seng-paper", "kfac", "muon"]
+REFRESHED = (
+    "seng",
+    "seng-lowrank",
+    "seng-muon",
+    "seng-paper",
+    "kfac",
+    "kfac-root",
+)
+NAMES = ["sgd", "adamw", "muon", *REFRESHED]
 
 
 def certain(classes: int) -> nn.Module:
@@ -41,9 +49,7 @@ def quiet():
 
 
 def training(name: str, **options) -> Training:
-    changes = (
-        {"refresh_every": 7} if name in ("seng", "seng-paper", "kfac") else {}
-    )
+    changes = {"refresh_every": 7} if name in REFRESHED else {}
     return Training(
         Run(CERTAIN, recipe(name, changes), **options),
         load("digits"),

@@ -275,14 +275,18 @@ def test_bench_counts_what_each_strategy_sends_and_says_why_one_does_not_run(
         and sgd["shares_cores"]
     )
     assert (
-        failed["contender"] == "seng none such"
+        failed["contender"] == "seng lowrank none such"
         and failed["step_ms"] is None
         and "none such" in failed["note"]
     )
-    assert [row["note"] for row in ours] == [""] * 3 and all(
+    assert [row["note"] for row in ours] == [""] * 4 and all(
         row["step_ms"] > 0 for row in ours
     )
-    shared, block, lagged = ours
+    default, shared, block, lagged = ours
+    assert default["contender"] == "seng shared"
+    # Between refreshes it sends nothing of its own, on a refresh its factors too.
+    assert default["idle_by_kind"] == sgd["idle_by_kind"]
+    assert default["refresh_bytes"] > shared["refresh_bytes"]
     assert (
         shared["idle_by_kind"] == sgd["idle_by_kind"]
         and shared["extra_gradients"] > 0
@@ -308,7 +312,7 @@ def test_bench_counts_what_each_strategy_sends_and_says_why_one_does_not_run(
     printed = capsys.readouterr().out
     assert (
         "more ranks than the 1 cores" in printed
-        and "2 ranks, seng none such: ValueError" in printed
+        and "2 ranks, seng lowrank none such: ValueError" in printed
     )
     cli.main(
         ["bench", "--plot", str(tmp_path)]

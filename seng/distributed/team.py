@@ -371,11 +371,12 @@ class Averaged(Shared):
             mean = self._mean(base, plan)
         if self.lagged:
             self.before = {p: g.clone() for p, g in grads.items()}
-        ds = {
+        ds: Tensors = {
             p: g - mean[p].to(g.dtype) if p in mean else g
             for p, g in grads.items()
         }
-        return plan.grafted(grads, ds)
+        plan.graft(grads, ds)
+        return ds
 
     def ahead(self, plan: Any, stamp: Any) -> None:
         """What can be sent along with the next gradients, if they refresh nothing."""
@@ -415,7 +416,7 @@ def _sides(covered: Covered, solver: Any, base: Tensors) -> list[Tensor]:
         zeros = site.lead.new_zeros
         return [zeros(h, n, rank, dtype=site.dtype) for n in sizes]
     g = site.gather(active, base, site.dtype)
-    b, _ = solver.coefficients(solver.project(g))
+    b = solver.coefficients(solver.project(g))
     sides = solver.U.sides(b.to(site.dtype))
     missing = rank - solver.U.kappa
     return [pad(t.to(site.dtype), (0, missing)) for t in sides]

@@ -23,7 +23,8 @@ from seng.metrics.curvature import Combine, Form
 from seng.metrics.kronecker import Tikhonov
 from seng.optim import schedules
 from seng.optim.kfac import TIKHONOV_DAMPING
-from seng.optim.settings import DAMPING, REFRESH_EVERY, recipe_of
+from seng.optim.settings import DAMPING, REFRESH_EVERY
+from seng.recipes.recipe import recipe_of
 
 CURVATURE = seng.Curvature()
 KRONECKER = seng.Kronecker()

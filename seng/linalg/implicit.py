@@ -256,7 +256,8 @@ class Windows(Factored):
             return _beside(self._inputs())
         samples, positions = at
         places = torch.unravel_index(positions, self.G.shape[2:])
-        x = self._moved_windows()[samples, :, *places]  # (N, C, *kernel)
+        at_places: Any = (samples, slice(None), *places)
+        x = self._moved_windows()[at_places]  # (N, C, *kernel)
         rows = x.flatten(1)
         if self.bias:
             rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)

@@ -151,6 +151,10 @@ class Operator:
         """Uc (n,) of c (ϱ,)."""
         return self.combine(c[:, None])[0]
 
+    def subtracted(self, d: Tensor, c: Tensor) -> Tensor:
+        """d − Uc."""
+        return d - self.mv(c)
+
     def gram(self) -> Tensor:
         """UᵀU (ϱ, ϱ)."""
         out = self._empty(self.samples, self.samples).zero_()
@@ -322,6 +326,10 @@ class Merged(Operator):
 
     def mv(self, c: Tensor) -> Tensor:
         return (self.scale * c) @ self.Y.to(c.dtype)
+
+    def subtracted(self, d: Tensor, c: Tensor) -> Tensor:
+        Y = self.Y.to(c.dtype)
+        return torch.addmv(d, Y.T, self.scale * c, alpha=-1)
 
     def scaled(self, scale: float | Tensor) -> Self:
         return replace(self, scale=self.scale * scale)

@@ -309,7 +309,7 @@ def moments(
     found = []
     for side, n in ((U.outputs, U.shape[1]), (U.inputs, U.shape[2])):
         enough = max(LEAST, COLUMNS * n)
-        if N <= enough or U.dtype == torch.float64:
+        if enough >= N or U.dtype == torch.float64:
             X, scale = side(), 1.0
         else:
             device = U.values.device

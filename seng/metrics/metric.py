@@ -410,6 +410,7 @@ class State(ABC):
 
     def follow(self) -> None:
         """Make what comes of its tensors anew: they have been written to."""
+        return
 
     @property
     def dtype(self) -> torch.dtype | None:

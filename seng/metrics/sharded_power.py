@@ -6,7 +6,8 @@ The factors are whole on every rank. A rank that has rows of X applies those of 
 and of the outputs it needs V_Gᵀ X, r_G × n_A numbers that the ranks add up. Ranks that have other
 parts of X (transposed and grouped convolutions) put X together from them.
 
-`sums` gives what is to be added up, so that one message serves all layers.
+`sums` of z (…, n of this rank) gives what is to be added up, so that one message serves all layers;
+a call takes z and what was added up.
 """
 
 from __future__ import annotations
@@ -31,19 +32,12 @@ class ShardedPower:
     power: Any  # P^e of whole vectors
     team: Team  # the ranks that have the other parts
 
-    def sums(self, z: Tensor) -> list[Tensor]:
-        """What ranks add up for P^e z of z (…, n of this rank)."""
-        raise NotImplementedError
-
-    def __call__(self, z: Tensor, added: Tensor) -> Tensor:
-        """P^e z, from what was added up."""
-        raise NotImplementedError
-
-    def rows(self, Y: Tensor) -> Tensor:
+    def rows(self: Any, Y: Tensor) -> Tensor:
         """P^e of each row of Y (k, n of this rank)."""
         sums = self.sums(Y)
         self.team.sum_(sums, ADDING)
-        return self(Y, *sums)
+        found: Tensor = self(Y, *sums)
+        return found
 
     def of(self, U: Operator, rank: int) -> Operator:
         """P^e U of a spread U."""

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from seng.gpu.recorder import Run, directly, send
+from seng.linalg.centred import Centred
 from seng.linalg.numerics import deviation, eigh, inverse, widest
 from seng.linalg.operators import Operator, Shape
 from seng.linalg.sketch import IDENTITY, Omega
 from seng.metrics.metric import (
     UNSAVED,
     State,
-    grafted,
     ratio,
     squared_lengths,
     tensors_of,
@@ -51,12 +51,13 @@ class LowRankSolver:
     inverse: Tensor  # (λI + K)⁻¹; not a number where there is none
     base: Any  # P⁻¹; None: I
     failures: Tensor  # counts the solves that fell back to the plain gradient
-    grafts: bool = True  # whether d is scaled here, not after a mean over ranks
+    grafts: bool = (
+        True  # whether d is scaled here, not after a mean over ranks
+    )
 
     def __call__(self, g: Tensor) -> Tensor:
-        (d,) = woodbury([self], [g])
-        scaled = self.grafts and self.base is not None
-        return grafted(d, g) if scaled else d
+        (d,) = together([self], [g])
+        return d
 
     @property
     def basis(self) -> tuple[Tensor, Tensor] | None:
@@ -73,11 +74,49 @@ class LowRankSolver:
         of_base = [] if self.base is None else self.base.sums(g)
         return [self.project(g), *of_base]
 
-    def coefficients(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """b from c = Ξᵀξ, and whether it is finite; 0 where it is not."""
-        b = self.inverse @ c.to(self.inverse.dtype)
-        fine = b.isfinite().all()
-        return torch.where(fine, b, 0).to(c.dtype), fine
+    def coefficients(self, c: Tensor) -> Tensor:
+        """b from c = Ξᵀξ; 0 where it is not finite."""
+        (b,), _ = coefficients([self], [c])
+        return b
+
+
+def coefficients(
+    solvers: Sequence[LowRankSolver], cs: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """b of each layer from c = Ξᵀξ, and whether it is finite; 0 where it is not."""
+    bs: dict[int, Tensor] = {}
+    fine: dict[int, Tensor] = {}
+    for same, cores in by_size([s.inverse for s in solvers]):
+        c = torch.stack([cs[i] for i in same])
+        b = (cores @ c.to(cores.dtype)[:, :, None])[:, :, 0]
+        ok = b.isfinite().all(1)
+        b = torch.where(ok[:, None], b, 0).to(c.dtype)
+        bs.update(zip(same, b.unbind(), strict=True))
+        fine.update(zip(same, ok.unbind(), strict=True))
+    places = range(len(solvers))
+    return [bs[i] for i in places], [fine[i] for i in places]
+
+
+def together(
+    solvers: Sequence[LowRankSolver],
+    gs: Sequence[Tensor],
+    pool: Pool = list,
+) -> list[Tensor]:
+    """d of each layer; over P as long as g, unless that waits for a mean over ranks."""
+    ds = woodbury(solvers, gs, pool)
+    based = [i for i, s in enumerate(solvers) if s.base is not None]
+    grafts = [i for i in based if solvers[i].grafts]
+    if not grafts:
+        return ds
+    squares: list[list[Tensor]] = [[] for _ in solvers]
+    for i in grafts:
+        squares[i] = [squared_lengths(ds[i], gs[i])]
+    lengths = [pair for parts in pool(squares) for pair in parts]
+    of_d, of_g = torch.stack(lengths).sqrt().unbind(1)
+    scales = ratio(of_d, of_g).unbind()
+    for i, scale in zip(grafts, scales, strict=True):
+        ds[i] = ds[i] * scale.to(ds[i].dtype)
+    return ds
 
 
 def woodbury(
@@ -96,7 +135,9 @@ def woodbury(
         layers = zip(solvers, gs, ds, cs, fine, strict=True)
         for s, g, d, (c,), ok in layers:
             rest = g - d - s.U.mv(c / s.lam)  # of (I + UΞᵀΩ/λ) d = g
-            ok = ok & rest.isfinite().all() & s.inverse.any()  # 0: no curvature
+            ok = (
+                ok & rest.isfinite().all() & s.inverse.any()
+            )  # 0: no curvature
             rests.append(torch.where(ok, rest, 0))
         more, _ = _corrected(solvers, rests, pool)
         ds = [d + m for d, m in zip(ds, more, strict=True)]
@@ -110,35 +151,13 @@ def _corrected(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """P⁻¹g − Ub of each layer, and whether b is finite."""
     ds = []
-    fine = []
     pairs = zip(solvers, gs, strict=True)
     sums = pool([s.sums(g) for s, g in pairs])
-    for s, g, (c, *of_base) in zip(solvers, gs, sums, strict=True):
-        b, ok = s.coefficients(c)
+    bs, fine = coefficients(solvers, [c for c, *_ in sums])
+    for s, g, (_, *of_base), b in zip(solvers, gs, sums, bs, strict=True):
         d = g if s.base is None else s.base(g, *of_base)
-        ds.append(d - s.U.mv(b.to(g.dtype)))
-        fine.append(ok)
+        ds.append(s.U.subtracted(d, b.to(g.dtype)))
     return ds, fine
-
-
-def grafted_together(
-    solvers: Sequence[LowRankSolver],
-    ds: Sequence[Tensor],
-    gs: Sequence[Tensor],
-    pool: Pool,
-) -> list[Tensor]:
-    """Directions over P at the length of g, of which ranks have parts."""
-    based = [s.base is not None for s in solvers]
-    if not any(based):
-        return list(ds)
-    pairs = zip(based, ds, gs, strict=True)
-    squares = pool([[squared_lengths(d, g)] * over for over, d, g in pairs])
-    out = []
-    for d, of_layer in zip(ds, squares, strict=True):
-        for lengths in of_layer:
-            d = d * ratio(*lengths.sqrt().to(d.dtype))
-        out.append(d)
-    return out
 
 
 def by_size(matrices: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
@@ -252,8 +271,13 @@ class LowRankState(State):
 
     def solver(self, lam: Tensor, inverse: Tensor) -> LowRankSolver:
         """At a λ whose factorization is at hand."""
-        parts = self.U, self.omega, self.Xi
-        return LowRankSolver(*parts, lam, inverse, self.inverse, self.failures)
+        U, Xi = self.U, self.Xi
+        if isinstance(U, Centred) and self.P is not None:
+            # H goes into the small matrix, once for all steps.
+            inverse = U.about_mean(U.about_mean(inverse).T)
+            U = Xi = U.U
+        found = inverse, self.inverse, self.failures
+        return LowRankSolver(U, self.omega, Xi, lam, *found)
 
     def spectrum(
         self, damping: float | None

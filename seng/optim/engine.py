@@ -227,9 +227,10 @@ class Engine:
         records = [self.records[i] for i in stale]
         states = [record.state for record in records]
         lams = [lam for _, lam in stale.values()]
-        found = self.metric.solvers(states, lams, self.recorder)
+        found: Any = self.metric.solvers(states, lams, self.recorder)
         if self.metric.pools and self.strategy.averages:
-            found = [replace(solver, grafts=False) for solver in found]
+            based: list[Any] = [*found]
+            found = [replace(solver, grafts=False) for solver in based]
         for record, solver in zip(records, found, strict=True):
             new = settle(record.solver, solver) if self.on_gpu else solver
             record.solver, record.solved = new, stale[record.index]

@@ -24,8 +24,8 @@ from seng.optim.settings import (
     REFRESH_EVERY,
     Settings,
     check_common,
-    recipe_of,
 )
+from seng.recipes.recipe import recipe_of
 
 # With lr 0.1 the best of 0.001 to 1 on digits, few seeds; lr ≈ λ/10 to λ/3.
 TIKHONOV_DAMPING = 0.3

@@ -22,7 +22,7 @@ from seng.distributed.team import ALONE
 from seng.gpu.recorder import settle
 from seng.layers.sites import Segments, Site
 from seng.metrics.metric import Metric, State, grafted
-from seng.metrics.woodbury import Pool, grafted_together, woodbury
+from seng.metrics.woodbury import LowRankSolver, Pool, together
 from seng.tell.diagnostics import describe
 
 Gradients = Mapping[nn.Parameter, Tensor]
@@ -55,20 +55,26 @@ class StepPlan:
                 self._solve(grads, out)
         return out
 
-    def grafted(self, grads: Gradients, ds: Directions) -> Directions:
-        """Directions over P at the length of their layer's gradient."""
+    def graft(self, grads: Gradients, ds: Directions) -> None:
+        """Bring directions over P to the length of their layer's gradient."""
         for s in self.solves:
             if getattr(s.solver, "base", None) is not None:
                 d = grafted(s.gather(ds), s.gather(grads))
                 s.scatter(d, grads, ds)
-        return ds
 
     def _solve(self, grads: Gradients, out: Directions) -> None:
         if self.pool is not None:
             self._solve_together(grads, out, self.pool)
             return
-        for s in self.solves:
-            s.scatter(s.solver(s.gather(grads)), grads, out)
+        gs = [s.gather(grads) for s in self.solves]
+        solvers = [s.solver for s in self.solves]
+        if all(isinstance(solver, LowRankSolver) for solver in solvers):
+            ds = together(solvers, gs)
+        else:
+            pairs = zip(solvers, gs, strict=True)
+            ds = [solver(g) for solver, g in pairs]
+        for s, d in zip(self.solves, ds, strict=True):
+            s.scatter(d, grads, out)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _solve_together(
@@ -76,8 +82,7 @@ class StepPlan:
     ) -> None:
         solvers = [s.solver for s in self.solves]
         gs = [s.gather(grads) for s in self.solves]
-        ds = woodbury(solvers, gs, pool)
-        ds = grafted_together(solvers, ds, gs, pool)
+        ds = together(solvers, gs, pool)
         for s, d in zip(self.solves, ds, strict=True):
             s.scatter(d, grads, out)
 

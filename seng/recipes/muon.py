@@ -260,9 +260,7 @@ def adam_step(
         # A number in old checkpoints.
         where = p.device if fused else torch.device("cpu")
         count = own.get("step", 0.0)
-        own["step"] = torch.as_tensor(
-            count, dtype=torch.float32, device=where
-        )
+        own["step"] = torch.as_tensor(count, dtype=torch.float32, device=where)
     lr = group["adam_lr"]
     if lr is None:
         same = group["adjust_lr_fn"] == "match_rms_adamw"
@@ -270,7 +268,7 @@ def adam_step(
     beta1, beta2 = group["adam_betas"]
     adamw(
         [*params],
-        [p.grad for p in params],
+        [p.grad for p in params if p.grad is not None],
         [state[p]["exp_avg"] for p in params],
         [state[p]["exp_avg_sq"] for p in params],
         [],

@@ -126,7 +126,7 @@ class Ranked(Entrant):
                 task.lr,
                 weight_decay=5e-4,
                 refresh_every=refresh_every,
-                strategy=name.rpartition(" ")[2],
+                strategy=name.removeprefix(kind_of(name)).strip(),
                 **given,
             )
         self.batches = cycle(arena.pool)

@@ -145,7 +145,7 @@ class Scaled:
 
     @property
     def scale(self) -> float:
-        return self.count / self.rho**0.5
+        return float(self.count / self.rho**0.5)
 
     def about_mean(self, c: Tensor) -> Tensor:
         """HC of C (ϱ, …), H = I − 11ᵀ/ϱ."""
@@ -221,7 +221,10 @@ def exact(
         d = first - correction
     if inverse is None:
         return d
-    return d * (torch.linalg.vector_norm(g) / torch.linalg.vector_norm(d))
+    out: Tensor = d * (
+        torch.linalg.vector_norm(g) / torch.linalg.vector_norm(d)
+    )
+    return out
 
 
 def doubled(power: Any) -> Any:

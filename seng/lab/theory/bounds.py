@@ -64,7 +64,7 @@ def compared(
     out = []
     for damping in dampings:
         solvers = exact.at(damping), sketched.at(damping)
-        b, b_hat = (s.coefficients(s.project(g))[0] for s in solvers)
+        b, b_hat = (s.coefficients(s.project(g)) for s in solvers)
         d, d_hat = (s(g) / damping for s in solvers)
         r = g - U.mv(b)
         missed = X.T @ omega(r) - N.T @ r  # Nᵀ(S − I)r

@@ -137,7 +137,7 @@ def least_squares(s: Sizes, sketched: bool = False) -> Ready:
 
     def solve() -> Tensor:
         solver = _factorized(state)
-        return solver.coefficients(solver.project(g))[0]
+        return solver.coefficients(solver.project(g))
 
     return solve, held
 
