@@ -231,7 +231,8 @@ def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
     if c.decay:
         why = f"curvature is accumulated (decay={c.decay})"
         return "merged", width, why
-    if c.base is not None and d.factored and d.kappa == 1:
+    exact = c.base is not None and not c.sketches  # over P, of these alone
+    if exact and d.factored and d.kappa == 1:
         why = f"κ = 1: factors of all ϱ = {d.samples} samples are small"
         return "implicit", 1, why
     if c.base is not None or (c.combine == "exact" and c.rank < d.samples):
