@@ -496,8 +496,13 @@ def test_the_inputs_of_a_convolution_side_by_side() -> None:
         out = nn.functional.unfold(a, kernel, dilation, padding, stride).shape[
             2
         ]
+        weight = torch.zeros(1, 3, *kernel)
+        whole = nn.functional.conv2d(
+            a, weight, None, stride, padding, dilation
+        )
+        size = whole.shape[2:]
         U = Windows(
-            torch.randn(5, 4, out, 1),
+            torch.randn(5, 4, *size),
             a,
             kernel,
             stride,
