@@ -442,7 +442,8 @@ class Transformer(nn.Module):
             nn.ModuleDict(
                 {
                     "norm": nn.LayerNorm(width),
-                    "qkv": nn.Linear(width, 3 * width),
+                    # Keys' bias has no gradient but rounding, which Adam scales up.
+                    "qkv": nn.Linear(width, 3 * width, bias=False),
                     "out": nn.Linear(width, width, bias=False),
                     "second": nn.LayerNorm(width),
                     "up": nn.Linear(width, 2 * width),
@@ -515,11 +516,11 @@ def ends_of(
     return naive.flat(model.parameters()).detach() - start
 
 
-@pytest.mark.parametrize("decay", [0, None])
+@pytest.mark.parametrize("decay", [0, 0.8])
 @pytest.mark.parametrize("recipe", ["sgd", "muon"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_with_much_damping_over_the_identity_it_is_the_recipes_own_optimizer(
-    name: str, recipe: str, decay: float | None
+    name: str, recipe: str, decay: float
 ) -> None:
     def ours(model: nn.Module) -> Any:
         return seng.SENG(

@@ -198,7 +198,6 @@ def check(found, names, sizes, block, options):
 
 FEW = ["linear", "conv2d", "conv2d-groups", "embedding-sequence", "layer-norm"]
 SIZES = {
-    "even": [3, 3, 3, 3],
     "uneven": [3, 9, 2, 4],
     "an empty rank": [4, 0, 3, 2],
 }

@@ -125,7 +125,6 @@ def test_an_option_of_curvature_acts(name):
 CONTEXTS: dict[str, dict[str, object]] = {
     "over a base": {"form": "auto"},
     "over λI": {"base": None, "decay": 0.8},
-    "over λI, all samples": {"base": None, "rank": 100},
     "network": {"blocks": "network", "base": None, "decay": 0.8},
     "explicit": {"form": "explicit", "base": None},
     "implicit": {"form": "implicit", "base": None, "rank": 3},

@@ -161,6 +161,12 @@ def install(engine: Engine, states: Mapping[int, Any]) -> list[int]:
     # The one look at the device that a refresh takes.
     seen = torch.stack([t.to(engine.device).long() for t in looks]).tolist()
     fine, failed = seen[: len(states)], seen[len(states) :]
+    strategy = engine.strategy
+    if strategy.averages and engine.metric.pools:
+        # P is all ranks': what is not finite on one of them is dropped by all.
+        what = "comparing refreshes"
+        rows = strategy.team.gathered(fine, engine.device, what)
+        fine = [min(ranks) for ranks in zip(*rows, strict=True)]
     refreshed = []
     for i, record in enumerate(records):
         name, solves = record.site.name, record.failed + failed[i]
