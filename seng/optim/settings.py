@@ -62,7 +62,7 @@ class StepCache:
 
 
 # Why these two: docs/tuning.md.
-DAMPING = 0.03  # of each layer's largest eigenvalue
+DAMPING = 0.01  # of each layer's largest eigenvalue
 REFRESH_EVERY = 20
 
 
