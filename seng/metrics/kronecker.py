@@ -97,10 +97,6 @@ class DiagonalPower:
 
     rows = __call__
 
-    def sums(self, z: Tensor) -> list[Tensor]:
-        """What ranks add up before: nothing."""
-        return []
-
     def spread(self, place: Place) -> DiagonalPower:
         """The same of this rank's numbers."""
         return DiagonalPower(place.cut(self.weights))
@@ -152,10 +148,6 @@ class KroneckerPower:
             X, torch.bmm(X, self.V_A).mul_(self.w_A), self.V_A.mT
         )
         return X.mul_(self.c).reshape(-1)
-
-    def sums(self, z: Tensor) -> list[Tensor]:
-        """What ranks add up before: nothing, where vectors are whole."""
-        return []
 
     def spread(self, place: Place) -> ShardedPower:
         """The same of this rank's numbers."""

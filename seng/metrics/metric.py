@@ -267,7 +267,10 @@ def paper_form(d: Dims, threshold: int) -> tuple[str, str]:
     if d.n <= d.sides * d.kappa:
         why = "n ≤ (n_G + n_A)κ: the factors would be larger than the gradient"
         return "explicit", why
-    return "implicit", f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
+    return (
+        "implicit",
+        f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}",
+    )
 
 
 def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
@@ -522,13 +525,6 @@ def grafted(d: Tensor, g: Tensor) -> Tensor:
     """d at the length of g, so that SGD's learning rate carries over."""
     norm = torch.linalg.vector_norm
     return d * ratio(norm(d), norm(g))
-
-
-def squared_lengths(*vectors: Tensor) -> Tensor:
-    """Of each, in a precision where none underflows."""
-    lengths = [torch.linalg.vector_norm(z) for z in vectors]
-    stacked = torch.stack(lengths)
-    return stacked.to(widest(stacked)).square()
 
 
 def ratio(of_d: Tensor, of_g: Tensor) -> Tensor:

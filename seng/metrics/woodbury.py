@@ -32,7 +32,6 @@ from seng.metrics.metric import (
     UNSAVED,
     State,
     ratio,
-    squared_lengths,
     tensors_of,
 )
 
@@ -51,9 +50,8 @@ class LowRankSolver:
     inverse: Tensor  # (λI + K)⁻¹; not a number where there is none
     base: Any  # P⁻¹; None: I
     failures: Tensor  # counts the solves that fell back to the plain gradient
-    grafts: bool = (
-        True  # whether d is scaled here, not after a mean over ranks
-    )
+    # Whether d is scaled to g here: over P, but for a mean over ranks.
+    grafts: bool
 
     def __call__(self, g: Tensor) -> Tensor:
         (d,) = together([self], [g])
@@ -71,30 +69,20 @@ class LowRankSolver:
 
     def sums(self, g: Tensor) -> list[Tensor]:
         """Ξᵀξ, and what P⁻¹g needs of other ranks."""
-        of_base = [] if self.base is None else self.base.sums(g)
-        return [self.project(g), *of_base]
+        of_base = getattr(self.base, "sums", None)  # of spread parameters
+        c = self.project(g)
+        return [c] if of_base is None else [c, *of_base(g)]
 
     def coefficients(self, c: Tensor) -> Tensor:
         """b from c = Ξᵀξ; 0 where it is not finite."""
-        (b,), _ = coefficients([self], [c])
-        return b
+        return coefficients(self.inverse, c)[0]
 
 
-def coefficients(
-    solvers: Sequence[LowRankSolver], cs: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """b of each layer from c = Ξᵀξ, and whether it is finite; 0 where it is not."""
-    bs: dict[int, Tensor] = {}
-    fine: dict[int, Tensor] = {}
-    for same, cores in by_size([s.inverse for s in solvers]):
-        c = torch.stack([cs[i] for i in same])
-        b = (cores @ c.to(cores.dtype)[:, :, None])[:, :, 0]
-        ok = b.isfinite().all(1)
-        b = torch.where(ok[:, None], b, 0).to(c.dtype)
-        bs.update(zip(same, b.unbind(), strict=True))
-        fine.update(zip(same, ok.unbind(), strict=True))
-    places = range(len(solvers))
-    return [bs[i] for i in places], [fine[i] for i in places]
+def coefficients(inverse: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """b from c = Ξᵀξ (…, ϱ), and whether it is finite (…); 0 where it is not."""
+    b = (inverse @ c.to(inverse.dtype)[..., None])[..., 0]
+    fine = b.isfinite().all(-1)
+    return torch.where(fine[..., None], b, 0).to(c.dtype), fine
 
 
 def together(
@@ -102,29 +90,10 @@ def together(
     gs: Sequence[Tensor],
     pool: Pool = list,
 ) -> list[Tensor]:
-    """d of each layer; over P as long as g, unless that waits for a mean over ranks."""
-    ds = woodbury(solvers, gs, pool)
-    based = [i for i, s in enumerate(solvers) if s.base is not None]
-    grafts = [i for i in based if solvers[i].grafts]
-    if not grafts:
-        return ds
-    squares: list[list[Tensor]] = [[] for _ in solvers]
-    for i in grafts:
-        squares[i] = [squared_lengths(ds[i], gs[i])]
-    lengths = [pair for parts in pool(squares) for pair in parts]
-    of_d, of_g = torch.stack(lengths).sqrt().unbind(1)
-    scales = ratio(of_d, of_g).unbind()
-    for i, scale in zip(grafts, scales, strict=True):
-        ds[i] = ds[i] * scale.to(ds[i].dtype)
-    return ds
-
-
-def woodbury(
-    solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool = list
-) -> list[Tensor]:
     """P⁻¹g − Zb of each layer; P⁻¹g where b is not finite, which is counted.
 
-    In float64 over λI refined once: g may lie nearly in the span of U, and the difference cancels.
+    Over P as long as g, unless that waits for a mean over ranks. In float64 over λI refined once:
+    g may lie nearly in the span of U, and the difference cancels.
     """
     ds, fine = _corrected(solvers, gs, pool)
     double = gs[0].dtype == torch.float64
@@ -132,32 +101,52 @@ def woodbury(
         rests = []
         pairs = zip(solvers, ds, strict=True)
         cs = pool([[s.project(d)] for s, d in pairs])
-        layers = zip(solvers, gs, ds, cs, fine, strict=True)
-        for s, g, d, (c,), ok in layers:
+        for s, g, d, (c,), ok in zip(solvers, gs, ds, cs, fine, strict=True):
             rest = g - d - s.U.mv(c / s.lam)  # of (I + UΞᵀΩ/λ) d = g
-            ok = (
-                ok & rest.isfinite().all() & s.inverse.any()
-            )  # 0: no curvature
+            # An inverse of zeros: no curvature.
+            ok = ok & rest.isfinite().all() & s.inverse.any()
             rests.append(torch.where(ok, rest, 0))
         more, _ = _corrected(solvers, rests, pool)
         ds = [d + m for d, m in zip(ds, more, strict=True)]
     for s, ok in zip(solvers, fine, strict=True):
         s.failures.add_(~ok)
+    grafts = [i for i, s in enumerate(solvers) if s.grafts]
+    if grafts:
+        _graft(ds, gs, grafts, pool)
     return ds
+
+
+def _graft(
+    ds: list[Tensor], gs: Sequence[Tensor], places: list[int], pool: Pool
+) -> None:
+    """Those at these places become as long as g."""
+    vectors = [z for i in places for z in (ds[i], gs[i])]
+    lengths = torch.stack(torch._foreach_norm(vectors))
+    # In a precision where none underflows.
+    pairs = lengths.to(widest(lengths)).square().view(-1, 2)
+    squares: list[list[Tensor]] = [[] for _ in ds]
+    for i, pair in zip(places, pairs, strict=True):
+        squares[i] = [pair]
+    sums = [pair for parts in pool(squares) for pair in parts]
+    scales = ratio(*torch.stack(sums).sqrt().unbind(1))
+    for i, scale in zip(places, scales, strict=True):
+        ds[i] = ds[i] * scale.to(ds[i].dtype)
 
 
 def _corrected(
     solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """P⁻¹g − Ub of each layer, and whether b is finite."""
-    ds = []
-    pairs = zip(solvers, gs, strict=True)
-    sums = pool([s.sums(g) for s, g in pairs])
-    bs, fine = coefficients(solvers, [c for c, *_ in sums])
-    for s, g, (_, *of_base), b in zip(solvers, gs, sums, bs, strict=True):
-        d = g if s.base is None else s.base(g, *of_base)
-        ds.append(s.U.subtracted(d, b.to(g.dtype)))
-    return ds, fine
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    sums = pool([s.sums(g) for s, g in zip(solvers, gs, strict=True)])
+    for same, cores in by_size([s.inverse for s in solvers]):
+        c = torch.stack([sums[i][0] for i in same])
+        for i, b, ok in zip(same, *coefficients(cores, c), strict=True):
+            s, g = solvers[i], gs[i]
+            d = g if s.base is None else s.base(g, *sums[i][1:])
+            found[i] = s.U.subtracted(d, b.to(g.dtype)), ok
+    ds, fine = zip(*[found[i] for i in range(len(gs))], strict=True)
+    return [*ds], [*fine]
 
 
 def by_size(matrices: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
@@ -276,7 +265,7 @@ class LowRankState(State):
             # H goes into the small matrix, once for all steps.
             inverse = U.about_mean(U.about_mean(inverse).T)
             U = Xi = U.U
-        found = inverse, self.inverse, self.failures
+        found = inverse, self.inverse, self.failures, self.P is not None
         return LowRankSolver(U, self.omega, Xi, lam, *found)
 
     def spectrum(

@@ -107,7 +107,7 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """As torch's; its layers are looked for in the module."""
-        muon.check({**self.defaults, **param_group})
+        muon.Muon.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if not hasattr(self, "recipe"):  # while it is built
             return

@@ -63,12 +63,11 @@ class StepPlan:
                 s.scatter(d, grads, ds)
 
     def _solve(self, grads: Gradients, out: Directions) -> None:
-        if self.pool is not None:
-            self._solve_together(grads, out, self.pool)
-            return
         gs = [s.gather(grads) for s in self.solves]
         solvers = [s.solver for s in self.solves]
-        if all(isinstance(solver, LowRankSolver) for solver in solvers):
+        if self.pool is not None:
+            ds = _pooled(solvers, gs, self.pool)
+        elif all(isinstance(solver, LowRankSolver) for solver in solvers):
             ds = together(solvers, gs)
         else:
             pairs = zip(solvers, gs, strict=True)
@@ -76,15 +75,9 @@ class StepPlan:
         for s, d in zip(self.solves, ds, strict=True):
             s.scatter(d, grads, out)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _solve_together(
-        self, grads: Gradients, out: Directions, pool: Pool
-    ) -> None:
-        solvers = [s.solver for s in self.solves]
-        gs = [s.gather(grads) for s in self.solves]
-        ds = together(solvers, gs, pool)
-        for s, d in zip(self.solves, ds, strict=True):
-            s.scatter(d, grads, out)
+
+# Messages are not compiled.
+_pooled: Any = torch.compiler.disable(together)
 
 
 def over_ranks(solves: Sequence[LayerRecord]) -> Pool:

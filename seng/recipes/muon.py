@@ -27,6 +27,10 @@ ADAM_SHARE = 0.015  # of lr: the published recipe has 3e-4 beside 0.02
 RMS = 0.2  # of AdamW's updates, as Liu et al. (2025) measured it
 ROOM = 2**24  # numbers in a batch on a GPU: larger matrices fill it one by one
 ADJUSTMENTS = None, "original", "match_rms_adamw"
+EXPECTED = (
+    "ns_coefficients are three numbers, ns_steps is a count below 100, adam_betas are two "
+    f"numbers from 0 to below 1, and adjust_lr_fn is one of {ADJUSTMENTS}"
+)
 
 
 def polar(
@@ -64,52 +68,13 @@ def head_of(module: nn.Module) -> nn.Parameter | None:
     return linear[-1]._parameters.get("weight") if linear else None
 
 
-def refuses(site: Site, head: nn.Parameter | None) -> str | None:
-    """Why a layer has no matrix; None: it has."""
-    weights = [s.param for s in site.segments if s.name == "weight"]
-    if not site.matrix:
-        return "it is no matrix: it takes AdamW's step"
-    if not weights:
-        return "its weight is not trained: its bias takes AdamW's step"
-    if any(p is head for p in weights):
-        return "the head takes AdamW's step"
-    return None
-
-
 def matrices(
     sites: Sequence[Site], module: nn.Module
 ) -> dict[nn.Parameter, Segment]:
     """The weights that are matrices, and how each lies as (h, n_G, n_A)."""
-    head = head_of(module)
-    used = [site for site in sites if refuses(site, head) is None]
+    used = [site for site in sites if Muon.refuses(site, module) is None]
     segments = [s for site in used for s in site.segments]
     return {s.param: s for s in segments if s.name == "weight"}
-
-
-def check(group: Group) -> None:
-    """Refuse options outside their range."""
-    check_lr(group["lr"])
-    numbers = ["weight_decay", "momentum", "eps", "adam_eps"]
-    if group["adam_lr"] is not None:
-        numbers.append("adam_lr")
-    for name in numbers:
-        check_number(name, group[name])
-    betas = group["adam_betas"]
-    ranges = {
-        "ns_coefficients": "three numbers",
-        "ns_steps": "a count below 100",
-        "adjust_lr_fn": "None, 'original' or 'match_rms_adamw'",
-        "adam_betas": "two numbers from 0 to below 1",
-    }
-    fits = (
-        len(group["ns_coefficients"]) == 3,
-        group["ns_steps"] in range(100),
-        group["adjust_lr_fn"] in ADJUSTMENTS,
-        len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-    )
-    for (name, expected), fit in zip(ranges.items(), fits, strict=True):
-        if not fit:
-            raise ValueError(f"{name} is {expected}, not {group[name]!r}")
 
 
 @recipe("muon")
@@ -144,10 +109,34 @@ class Muon(Recipe):
 
     @classmethod
     def refuses(cls, site: Site, module: nn.Module) -> str | None:
-        """Why a layer's direction is of no use here; None: it is used."""
-        return refuses(site, head_of(module))
+        """Why a layer has no matrix; None: it has."""
+        weights = [s.param for s in site.segments if s.name == "weight"]
+        if not site.matrix:
+            return "it is no matrix: it takes AdamW's step"
+        if not weights:
+            return "its weight is not trained: its bias takes AdamW's step"
+        head = head_of(module)
+        if any(p is head for p in weights):
+            return "the head takes AdamW's step"
+        return None
 
-    check = staticmethod(check)
+    @staticmethod
+    def check(group: Group) -> None:
+        check_lr(group["lr"])
+        for name in ("weight_decay", "momentum", "eps", "adam_eps", "adam_lr"):
+            if group[name] is not None:
+                check_number(name, group[name])
+        betas = group["adam_betas"]
+        fits = {
+            "ns_coefficients": len(group["ns_coefficients"]) == 3,
+            "ns_steps": group["ns_steps"] in range(100),
+            "adjust_lr_fn": group["adjust_lr_fn"] in ADJUSTMENTS,
+            "adam_betas": len(betas) == 2
+            and 0 <= min(betas) <= max(betas) < 1,
+        }
+        for name, fit in fits.items():
+            if not fit:
+                raise ValueError(f"{name}={group[name]!r}: {EXPECTED}")
 
     def is_matrix(self, p: nn.Parameter) -> bool:
         if self.segments is None:
@@ -170,15 +159,14 @@ class Muon(Recipe):
         for on_gpu in (False, True):
             here = [p for p in others if p.is_cuda == on_gpu]
             if here:  # on a GPU AdamW is one kernel
-                adam_step(state, group, here, directions, fused=on_gpu)
+                adam_step(state, group, here, fused=on_gpu)
 
     def _descend(
         self, group: Group, weights: Params, along: Sequence[Tensor]
     ) -> None:
         """θ ← (1 − lr·weight_decay)·θ − lr·ratio·Q, in place."""
         lr = group["lr"]
-        on_device = isinstance(lr, Tensor)  # as an alpha it would be read
-        if on_device:
+        if isinstance(lr, Tensor):
             lr = lr.reshape(())
         torch._foreach_mul_([*weights], 1 - lr * group["weight_decay"])
         how = group["ns_coefficients"], group["ns_steps"], group["eps"]
@@ -195,10 +183,7 @@ class Muon(Recipe):
                 for i, q in zip(batch, Q.to(X.dtype).split(h), strict=True)
             ]
             rate = lr * ratio(m, n, group["adjust_lr_fn"])
-            if on_device:
-                torch._foreach_sub_(moved, torch._foreach_mul(moves, rate))
-            else:
-                torch._foreach_add_(moved, moves, alpha=-rate)
+            torch._foreach_sub_(moved, torch._foreach_mul(moves, rate))
 
     def _rows(self, p: nn.Parameter, x: Tensor) -> Tensor:
         """A tensor of p's shape as its h matrices (h, m, n)."""
@@ -244,35 +229,31 @@ def batches(rows: Sequence[Tensor]) -> Iterator[list[int]]:
             yield same[first : first + count]
 
 
-def adam_step(
-    state: Any,
-    group: Group,
-    params: Params,
-    directions: Directions,
-    fused: bool,
-) -> None:
+def adam_step(state: Any, group: Group, params: Params, fused: bool) -> None:
     """AdamW's, as torch has it; fused, its step counts lie on the device."""
     for p in params:
         own = state[p]
-        if "exp_avg" not in own:
-            own["exp_avg"] = torch.zeros_like(p)
-            own["exp_avg_sq"] = torch.zeros_like(p)
         # A number in old checkpoints.
         where = p.device if fused else torch.device("cpu")
         count = own.get("step", 0.0)
         own["step"] = torch.as_tensor(count, dtype=torch.float32, device=where)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in own:
+                own[name] = torch.zeros_like(p)
     lr = group["adam_lr"]
     if lr is None:
         same = group["adjust_lr_fn"] == "match_rms_adamw"
         lr = group["lr"] if same else ADAM_SHARE * group["lr"]
     beta1, beta2 = group["adam_betas"]
+    names = "exp_avg", "exp_avg_sq", "step"
+    means, squares, steps = ([state[p][k] for p in params] for k in names)
     adamw(
         [*params],
         [p.grad for p in params if p.grad is not None],
-        [state[p]["exp_avg"] for p in params],
-        [state[p]["exp_avg_sq"] for p in params],
+        means,
+        squares,
         [],
-        [state[p]["step"] for p in params],
+        steps,
         fused=fused or None,
         amsgrad=False,
         beta1=beta1,
