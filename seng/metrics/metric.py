@@ -231,7 +231,10 @@ def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
     if c.decay:
         why = f"curvature is accumulated (decay={c.decay})"
         return "merged", width, why
-    if c.base is not None and d.factored and d.kappa == 1:
+    factors = (
+        c.base is not None and c.sketch is None
+    )  # a sketch chooses a basis
+    if factors and d.factored and d.kappa == 1:
         why = f"κ = 1: factors of all ϱ = {d.samples} samples are small"
         return "implicit", 1, why
     if c.base is not None or (c.combine == "exact" and c.rank < d.samples):
@@ -266,7 +269,10 @@ def paper_form(d: Dims, threshold: int) -> tuple[str, str]:
     if d.n <= d.sides * d.kappa:
         why = "n ≤ (n_G + n_A)κ: the factors would be larger than the gradient"
         return "explicit", why
-    return "implicit", f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}"
+    return (
+        "implicit",
+        f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}",
+    )
 
 
 def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
