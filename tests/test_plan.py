@@ -240,6 +240,8 @@ def test_over_a_base_layers_are_merged_and_factors_that_are_no_smaller_are_colum
     assert chosen == ["implicit", "merged", "explicit"]
     accumulated = forms(seng.Curvature(decay=0.8), LARGE, SMALL, NORM)
     assert accumulated == ["merged"] * 3
+    sketched = forms(seng.Curvature(sketch=seng.sketch.Rows(9)), LARGE, SMALL)
+    assert sketched == ["merged"] * 2  # what a sketch chooses is a basis
     many = Dims("many positions", (1, 10, 20), 9, 256, None)
     rows = replace(WORDS, factored=False)  # P is diagonal: rows stay rows
     implicit = seng.Curvature("implicit", rank=200)
