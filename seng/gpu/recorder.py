@@ -138,10 +138,12 @@ class Recorder:
         The function must not wait for the device, and must depend on nothing but its arguments.
         """
         call = partial(directly, function, **constants)
+        if self.make_graph is None:
+            return call(*args)
         inputs = list(_tensors(args))
         waits = any(getattr(arg, "waits", False) for arg in args)
         elsewhere = any(t.device != self.device for t in inputs)
-        if self.make_graph is None or waits or elsewhere or capturing():
+        if waits or elsewhere or capturing():
             return call(*args)
         key = function, signature(args), tuple(constants.items())
         known = self.recordings.get(key)
