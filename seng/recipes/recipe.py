@@ -56,7 +56,7 @@ class Recipe(ABC):
         """Why it has no use for a layer's direction, in words; None where it has."""
         return None
 
-    @staticmethod  # noqa: B027
+    @staticmethod
     def check(group: Group) -> None:
         """Refuse options of its own outside their range."""
 
