@@ -4,6 +4,7 @@
     python benchmarks/races.py cifar autoencoder gpt --out results/races.json                # every contender
     python benchmarks/races.py cifar --contenders sgd seng --trials 6 --out some.json        # these two
     python benchmarks/races.py gpt --contenders adam --lr 0.003 --out some.json              # no search
+    python benchmarks/races.py gpt --contenders "seng rank=16 base.power=1" --out some.json  # options of one
 
 A machine that has torch alone, without numpy, takes the data from files:
 
@@ -27,6 +28,7 @@ They do not know when the library changed: delete that file then. Other options 
 from __future__ import annotations
 
 import argparse
+import ast
 import gzip
 import io
 import json
@@ -349,14 +351,52 @@ def by_parameters(method: Any, lrs: Ranges, **options: Any) -> Contender:
     )
 
 
-def ours(lrs: Ranges = SGD_LRS, **options: Any) -> Contender:
-    """SENG with these options."""
+def ours(**options: Any) -> Contender:
+    """SENG; options of Curvature go there, and those named base.x to Kronecker."""
+    base: dict[str, Any] = {}
+    of_curvature: dict[str, Any] = {}
+    fields = seng.Curvature.__dataclass_fields__
+    for name in [*options]:
+        if name.startswith("base."):
+            base[name.removeprefix("base.")] = options.pop(name)
+        elif name in fields:
+            of_curvature[name] = options.pop(name)
+    if base:
+        of_curvature["base"] = seng.Kronecker(**base)
+    if of_curvature:
+        options["curvature"] = seng.Curvature(**of_curvature)
+    lrs = MUON_LRS if options.get("recipe") == "muon" else SGD_LRS
     return by_model(seng.SENG, lrs, **options)
 
 
-def kfac(lrs: Ranges = SGD_LRS, **options: Any) -> Contender:
-    """KFAC with these options."""
-    return by_model(seng.KFAC, lrs, **options)
+def kfac(**options: Any) -> Contender:
+    return by_model(seng.KFAC, SGD_LRS, **options)
+
+
+OURS = {"seng": ours, "kfac": kfac}
+
+
+@cache
+def contender(words: str) -> Contender:
+    """A contender by its name, or one of ours with options: "seng rank=16 base.power=1"."""
+    if words in CONTENDERS:
+        return CONTENDERS[words]
+    name, *given = words.split()
+    if name not in OURS:
+        known = ", ".join(CONTENDERS)
+        raise ValueError(
+            f"no contender {name!r}; there are {known}; and seng and kfac with options"
+        )
+    pairs = [word.partition("=") for word in given]
+    return OURS[name](**{key: literal(value) for key, _, value in pairs})
+
+
+def literal(value: str) -> Any:
+    """A Python value, or the word itself."""
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
 
 
 CONTENDERS = {
@@ -373,6 +413,10 @@ CONTENDERS = {
         adjust_lr_fn="match_rms_adamw",
         adam_betas=(0.9, 0.999),
     ),
+    "kfac power=0.5": kfac(power=0.5),
+    "kfac power=1": kfac(power=1.0),
+    "seng centred=False": ours(centred=False),
+    "seng base=None": ours(base=None),
     "seng": ours(),
 }
 
@@ -475,11 +519,11 @@ def curve(trace: Trace) -> list[dict[str, float]]:
 def execute(run: Run, folder: Path | None) -> dict[str, Any]:
     """In a process of its own: train, evaluate, and say how it went."""
     torch.set_num_threads(1)
-    task, contender = TASKS[run.task], CONTENDERS[run.contender]
+    task = TASKS[run.task]
     data = read(task.source, folder)
     torch.manual_seed(run.seed)
     model = task.build()
-    optimizer = contender.build(model, run.lr)
+    optimizer = contender(run.contender).build(model, run.lr)
     trace = train(task, model, optimizer, data.train, run)
     result: dict[str, Any] = {**asdict(run), "train_loss": math.inf}
     val = held = (math.inf, None)
@@ -599,12 +643,15 @@ def race(options: argparse.Namespace, runner: Runner) -> list[dict[str, Any]]:
 
     def run(task: str, name: str, lr: float, seed: int) -> Run:
         steps = options.steps or TASKS[task].steps
-        return Run(task, name, CONTENDERS[name].setting, lr, seed, steps)
+        return Run(task, name, contender(name).setting, lr, seed, steps)
 
     searches: dict[tuple[str, str], list[Run]] = {pair: [] for pair in pairs}
     if options.lr is None:
         for task, name in pairs:
-            grid = CONTENDERS[name].grid(task, options.trials)
+            rival = contender(name)
+            if options.lrs is not None:
+                rival = replace(rival, lrs={"default": options.lrs})
+            grid = rival.grid(task, options.trials)
             tried = [run(task, name, lr, options.search_seed) for lr in grid]
             searches[task, name] = tried
     runner([run for tried in searches.values() for run in tried])
@@ -656,11 +703,12 @@ def parsed() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("tasks", nargs="*", metavar="TASK", help=", ".join(TASKS))
-    add("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
+    add("--contenders", nargs="+", metavar="NAME", default=[*CONTENDERS])
     add("--trials", type=int, default=12, help="learning rates of a search")
     add("--seeds", type=int, nargs="+", default=[31, 32, 33])
     add("--search-seed", type=int, default=7)
     add("--lr", type=float, help="run the seeds with it, without a search")
+    add("--lrs", type=float, nargs=2, help="the range of the search")
     add("--steps", type=int, help="instead of the task's own number")
     add("--jobs", type=int, default=2, help="runs at a time")
     add("--data", type=Path, help="a folder that --export wrote")
@@ -670,6 +718,10 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := [name for name in options.tasks if name not in TASKS]:
         parser.error(f"no task {unknown[0]!r}; there are {', '.join(TASKS)}")
+    try:
+        [contender(name) for name in options.contenders]
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
     if not options.tasks and options.export is None:
         parser.error(f"which tasks? There are {', '.join(TASKS)}")
     return options
