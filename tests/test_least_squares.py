@@ -570,11 +570,12 @@ def test_sketched_direction_is_the_papers(sketch):
     Xi, g = Omega @ J.T, J.T @ r
     b = torch.linalg.solve(lam * torch.eye(12) + Xi.T @ Xi, Xi.T @ (Omega @ g))
     assert_close(normal.at(lam)(r), (g - J.T @ b) / lam)
+    K = Xi.T @ Xi
     state = LowRankState(
         U,
         sketch.draw(U, torch.Generator().manual_seed(3)),
-        Xi.T @ Xi,
-        torch.zeros(()),
+        K,
+        torch.linalg.eigvalsh(K)[-1],
         relative=False,
     )
     assert_close(

@@ -6,13 +6,14 @@ import functools
 import io
 import itertools
 import pickle
+import re
 import warnings
 
 import naive
 import pytest
 import torch
+from refreshing import uncentred
 from torch import nn
-from trajectories import UNCENTRED
 
 import seng
 from seng.linalg.sketch import (
@@ -23,10 +24,9 @@ from seng.linalg.sketch import (
     Rows,
 )
 from seng.optim.engine import Engine
+from seng.optim.settings import DAMPING, REFRESH_EVERY
 from seng.recipes.recipe import RECIPES
 from seng.tell.inspection import inspect
-
-PAPER = {**UNCENTRED, "relative_damping": False, "decay": 0}
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -106,11 +106,6 @@ def plain_network() -> nn.Module:
     )
 
 
-def whole(form: str) -> dict:
-    """A rank above anything that exists means exact; columns have none."""
-    return {} if form == "explicit" else {"rank": 99}
-
-
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged", "auto"])
 def test_relative_damping_is_a_fraction_of_the_largest_eigenvalue(form):
     model = plain_network()
@@ -127,9 +122,7 @@ def test_relative_damping_is_a_fraction_of_the_largest_eigenvalue(form):
         lr=1.0,
         momentum=0.0,
         damping=0.2,
-        curvature=seng.Curvature(
-            **UNCENTRED, form=form, decay=0, **whole(form)
-        ),
+        curvature=uncentred(form, rank=99),
     )
     naive.loss_of(model(x), target).backward()
     opt.step()
@@ -142,9 +135,7 @@ def test_relative_damping_is_a_fraction_of_the_largest_eigenvalue(form):
 def test_decay_accumulates_the_curvature_of_refreshes():
     """M ← δM + (1 − δ)M_new, the first with weight 1; for every layer, the norm's too."""
     model = plain_network()
-    curvature = seng.Curvature(
-        **UNCENTRED, decay=0.7, relative_damping=False, rank=99
-    )
+    curvature = uncentred(decay=0.7, relative_damping=False, rank=99)
     opt = seng.SENG(
         model,
         lr=0.1,
@@ -180,9 +171,7 @@ def test_decay_accumulates_the_curvature_of_refreshes():
 
 def test_decay_of_an_embedding():
     model = nn.Embedding(6, 3)
-    curvature = seng.Curvature(
-        **UNCENTRED, decay=0.5, relative_damping=False, rank=99
-    )
+    curvature = uncentred(decay=0.5, relative_damping=False, rank=99)
     opt = seng.SENG(
         model,
         lr=1.0,
@@ -227,7 +216,7 @@ def test_groups_take_their_own_values_and_a_changed_damping_acts_at_the_next_ste
         momentum=0.0,
         damping=0.7,
         module=model,
-        curvature=seng.Curvature(**PAPER),
+        curvature=uncentred(relative_damping=False, rank=99),
         refresh_every=9,
     )
     x, target = torch.randn(6, 5), torch.randn(6, 3)
@@ -269,7 +258,7 @@ def test_two_dampings_in_one_layer_are_an_error():
     naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
     with pytest.raises(
         ValueError,
-        match=r"one block but its parameters have the dampings \[0.1, 0.5\]",
+        match=rf"one block but its parameters have the dampings \[{DAMPING}, 0.5\]",
     ):
         opt.step()
 
@@ -371,7 +360,7 @@ def test_checkpoints_of_sgd_and_without_new_group_options_load():
     opt.load_state_dict(sgd.state_dict())
     assert (
         opt.param_groups[0]["lr"] == 0.1
-        and opt.param_groups[0]["damping"] == 0.1
+        and opt.param_groups[0]["damping"] == DAMPING
     )
     train(model, opt, 3)
     assert parameters(model).isfinite().all()
@@ -481,7 +470,7 @@ BAD = {
     "blocks='network' has no Kronecker base; give base=None with": lambda m: (
         seng.Curvature(blocks="network")
     ),
-    "form='explicit' with a sketch has no Kronecker base; give b": lambda m: (
+    "form='explicit' with sketch has no Kronecker base; give base": lambda m: (
         seng.Curvature(form="explicit", sketch=Rows(9))
     ),
     "base.damp='tikhonov' has no Kronecker base": lambda m: seng.Curvature(
@@ -625,7 +614,7 @@ def test_uncovered_layers_take_the_plain_gradient_with_one_warning():
                 momentum=0.0,
                 damping=0.3,
                 recipe=recipe,
-                curvature=seng.Curvature(**PAPER),
+                curvature=uncentred(relative_damping=False),
             )
         naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
         before = model.scale.detach().clone()
@@ -710,7 +699,7 @@ def test_a_failed_factorization_falls_back_to_the_plain_gradient_and_is_counted(
         lr=0.1,
         momentum=0.0,
         refresh_every=9,
-        curvature=seng.Curvature(form="explicit", **PAPER),
+        curvature=uncentred("explicit", relative_damping=False),
     )
     for _ in range(2):
         opt.zero_grad()
@@ -736,14 +725,13 @@ def test_diagnostics_tell_form_rank_and_bytes():
     train(model, opt, 1)
     report = opt.diagnostics()
     assert list(report) == ["0", "1", "4"]
+    plans = seng.explain(model, batch(0)[0]).plans
+    forms = [entry["form"] for entry in report.values()]
+    assert forms == [plan.form for plan in plans]
     bases = [entry["base"] for entry in report.values()]
     assert bases == ["kronecker", "diagonal", "kronecker"]
     for entry in report.values():
-        assert (
-            entry["form"] == "merged"
-            and entry["bytes"] > 0
-            and entry["top_eigenvalue"] > 0
-        )
+        assert entry["bytes"] > 0 and entry["top_eigenvalue"] > 0
         assert (
             1 <= entry["effective_rank"] <= entry["columns"]
             and entry["solves_failed"] == 0
@@ -773,10 +761,11 @@ def test_the_default_is_a_curvature_s_defaults():
     kept = [inspect(each).metric.curvature for each in (handle, opt)]
     assert kept == [seng.Curvature(), seng.Curvature()]
     usual = kept[0]
-    assert usual.centres and usual.samples == 64 and usual.averaging == 0.8
-    assert usual.base == seng.Kronecker(
-        power=0.5, rank=32, floor=0.1, decay=0.8
-    )
+    assert usual.form == "auto" and usual.centres and not usual.sketches
+    assert usual.base == seng.Kronecker()
+    for each in (handle, opt):
+        assert each.engine.settings.refresh_every == REFRESH_EVERY
+    assert handle.damping == opt.param_groups[0]["damping"] == DAMPING
 
 
 def test_refresh_on_the_first_step_and_then_every_T():
@@ -808,9 +797,8 @@ def test_add_param_group_covers_the_new_layer():
     opt.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
     step()
     step()
-    assert (
-        opt.diagnostics()["2"]["form"] == "merged" and inspect(opt).steps == 3
-    )
+    assert opt.diagnostics()["2"]["base"] == "kronecker"
+    assert inspect(opt).steps == 3
     assert len(model[0]._forward_hooks) == 1
 
 
@@ -1034,16 +1022,12 @@ def test_a_curvature_can_be_varied_field_by_field():
             )
             == value
         )
-    assert (
-        seng.Curvature().averaging == 0.8
-        and seng.Curvature(form="explicit").averaging == 0
-    )
 
 
 def test_only_the_same_parameters_are_accumulated():
     model = nn.LayerNorm(4)
     nn.init.normal_(model.weight)
-    curvature = seng.Curvature(**UNCENTRED, decay=0.8, relative_damping=False)
+    curvature = uncentred(decay=0.8, relative_damping=False)
     opt = seng.SENG(
         model,
         lr=0.1,
@@ -1146,6 +1130,17 @@ def test_loading_between_backward_and_step_is_made_up_for():
     assert not opt.refresh_due and len(inspect(opt).states) == 3
 
 
+def step_of_large_layers(curvature):
+    model = nn.Sequential(nn.BatchNorm1d(500), nn.Linear(500, 500))
+    opt = seng.SENG(model, lr=0.1, strict=True, curvature=curvature)
+    model(torch.randn(16, 500)).square().mean().backward()
+    opt.step()
+    return opt
+
+
+ACCUMULATED = seng.Curvature(rank=16, decay=0.8, base=seng.Kronecker(rank=32))
+
+
 @pytest.mark.parametrize(
     ("memory", "advice"),
     [
@@ -1163,26 +1158,28 @@ def test_loading_between_backward_and_step_is_made_up_for():
 def test_curvature_that_memory_does_not_allow_is_refused_with_what_would_fit(
     memory, advice
 ):
-    model = nn.Sequential(nn.BatchNorm1d(500), nn.Linear(500, 500))
-    x = torch.randn(16, 500)
-    opt = seng.SENG(model, lr=0.1, curvature=seng.Curvature(memory=memory))
-    model(x).square().mean().backward()
+    curvature = dataclasses.replace(ACCUMULATED, memory=memory)
     with pytest.raises(
         ValueError, match=f"the curvature needs 31.0 MiB {advice}"
     ):
-        opt.step()
+        step_of_large_layers(curvature)
 
 
-def test_what_would_fit_into_memory_does():
-    model = nn.Sequential(nn.BatchNorm1d(500), nn.Linear(500, 500))
-    base = seng.Kronecker(rank=4)
-    curvature = seng.Curvature(memory=5_000_000, rank=2, base=base)
-    opt = seng.SENG(model, lr=0.1, strict=True, curvature=curvature)
-    model(torch.randn(16, 500)).square().mean().backward()
-    opt.step()
-    assert {entry["form"] for entry in opt.diagnostics().values()} == {
-        "merged"
-    }
+@pytest.mark.parametrize(
+    "curvature", [seng.Curvature(), ACCUMULATED], ids=["default", "decay"]
+)
+def test_what_would_fit_into_memory_does(curvature):
+    found = step_of_large_layers(curvature).diagnostics().values()
+    memory = int(0.8 * sum(entry["bytes"] for entry in found))
+    short = dataclasses.replace(curvature, memory=memory)
+    with pytest.raises(ValueError, match="would fit") as refused:
+        step_of_large_layers(short)
+    ranks = re.findall(r"rank=(\d+)", str(refused.value))
+    of_U, of_P = map(int, ranks)
+    base = seng.Kronecker(rank=of_P)
+    fits = dataclasses.replace(short, rank=of_U, base=base)
+    found = step_of_large_layers(fits).diagnostics().values()
+    assert sum(entry["bytes"] for entry in found) <= memory
 
 
 def test_a_step_like_the_last_one_sorts_nothing_again(monkeypatch):

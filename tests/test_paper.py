@@ -62,7 +62,7 @@ def direction(U, g, *args, **given):
 
 def coefficients(solver, g):
     """b of eq. 9."""
-    return solver.coefficients(solver.project(g))[0]
+    return solver.coefficients(solver.project(g))
 
 
 def mat(z):

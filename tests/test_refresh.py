@@ -5,8 +5,7 @@ from dataclasses import replace
 import naive
 import pytest
 import torch
-from refreshing import layer_refresh, low_rank, planned
-from trajectories import UNCENTRED
+from refreshing import layer_refresh, low_rank, planned, uncentred
 
 import seng
 from seng.distributed.team import ALONE
@@ -42,8 +41,7 @@ def explicit(U: torch.Tensor) -> Explicit:
 
 
 def refreshed(U: torch.Tensor, rank: int, half=True, previous=None, **given):
-    kept = {} if given.get("form") == "explicit" else {"rank": rank}
-    curvature = seng.Curvature(**{**UNCENTRED, "decay": 0, **kept, **given})
+    curvature = uncentred(rank=rank, **given)
     return low_rank(explicit(U), curvature, rank, half=half, previous=previous)
 
 
@@ -106,9 +104,7 @@ def test_layers_of_different_sizes_and_one_that_is_not_finite(small_work):
     layers = [
         layer_refresh(U, planned(U, "merged", 10), half=True) for U in Us
     ]
-    states = LowRank(seng.Curvature(**UNCENTRED, rank=10, decay=0)).refresh(
-        layers, ALONE
-    )
+    states = LowRank(uncentred(rank=10)).refresh(layers, ALONE)
     assert [bool(state.fine()) for state in states] == [True, False, True]
     for state, U in zip(states, Us, strict=True):
         assert state.columns == 10
@@ -129,7 +125,7 @@ def test_factorizing_together_is_factorizing_alone(relative):
         refreshed(U, 99, half=False, relative_damping=relative) for U in Us
     ]
     dampings = [0.1, 0.2, 0.3]
-    curvature = seng.Curvature(**UNCENTRED, decay=0, relative_damping=relative)
+    curvature = uncentred(relative_damping=relative)
     solvers = LowRank(curvature).solvers(states, dampings)
     for state, solver, damping in zip(states, solvers, dampings, strict=True):
         lam = damping * float(state.top) if relative else damping
