@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import seng
+from seng.linalg.centred import Centred
 from seng.linalg.operators import Explicit
 from seng.linalg.sketch import CountSketch, Identity, KroneckerRows, Rows
 from seng.metrics.factor import Factor
@@ -203,6 +204,14 @@ def test_asking_for_the_state_changes_nothing(momentum):
     assert torch.equal(*results)
 
 
+def precisions(state):
+    """Of what is kept, but for the roots of samples' weights, which stay in float64."""
+    roots = [state.U.s] if isinstance(state.U, Centred) else []
+    assert all(s.dtype == torch.float64 for s in roots)
+    kept = [t for t in state.tensors() if t.is_floating_point()]
+    return {t.dtype for t in kept if all(t is not s for s in roots)}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_loads_in_another_precision(dtype):
     model, opt = built({})
@@ -210,12 +219,8 @@ def test_a_checkpoint_loads_in_another_precision(dtype):
     twin = copy.deepcopy(model).to(dtype)
     other = seng.SENG(twin, lr=0.05, refresh_every=4)
     other.load_state_dict(opt.state_dict())
-    assert {
-        t.dtype
-        for state in inspect(other).states.values()
-        for t in state.tensors()
-        if t.is_floating_point()
-    } == {torch.float32}
+    for state in inspect(other).states.values():
+        assert precisions(state) == {torch.float32}
     before = values(twin)
     x, target = torch.randint(6, (8, 3)), torch.randn(8, 3)
     for m, o in ((model, opt), (twin, other)):
@@ -234,7 +239,9 @@ def test_a_checkpoint_loads_in_another_precision(dtype):
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
 def test_rolling_back_to_a_folder_from_other_shapes(flat, tmp_path):
     how = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, opt = built({"curvature": seng.Curvature()})
+    # An average of bases grows with its second refresh.
+    curvature = seng.Curvature(rank=16, decay=0.8)
+    model, opt = built({"curvature": curvature})
     train(model, opt, 0, 1)
     dcp.save(
         {"optim": get_optimizer_state_dict(model, opt, options=how)},
@@ -263,11 +270,8 @@ def test_a_model_that_changes_its_precision_goes_on():
         opt.zero_grad()
         model(torch.randint(6, (8, 3))).square().mean().backward()
         opt.step()
-    assert {
-        t.dtype
-        for t in inspect(opt).states[0].tensors()
-        if t.is_floating_point()
-    } == {torch.float32} and values(model).isfinite().all()
+    assert precisions(inspect(opt).states[0]) == {torch.float32}
+    assert values(model).isfinite().all()
 
 
 def resumed(opt, model):
