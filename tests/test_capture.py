@@ -9,9 +9,9 @@ import weakref
 import naive
 import pytest
 import torch
+from refreshing import uncentred
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trajectories import UNCENTRED
 
 import seng
 from seng.tell.inspection import inspect
@@ -20,9 +20,8 @@ FORMS = ("explicit", "implicit", "merged", "auto")
 
 
 def optimizer(model, form="auto", samples=None, **options):
-    rank = {} if form == "explicit" else {"rank": 10**6}
-    exact = {**UNCENTRED, "decay": 0, "relative_damping": False, **rank}
-    curvature = seng.Curvature(**exact | {"form": form, "samples": samples})
+    exact = {"rank": 10**6, "relative_damping": False}
+    curvature = uncentred(form, samples=samples, **exact)
     defaults = {
         "lr": 1.0,
         "momentum": 0.0,
@@ -921,7 +920,7 @@ def test_autocast_does_not_reach_our_own_products(where):
             lr=1.0,
             momentum=0.0,
             damping=1e-3,
-            curvature=seng.Curvature(**UNCENTRED, form="explicit"),
+            curvature=uncentred("explicit"),
         )
         # 40 positions: the columns of U are formed inside the backward
         loss = naive.loss_of(
@@ -1001,7 +1000,7 @@ def test_inputs_may_be_overwritten(form, bias):
             model,
             lr=0.1,
             refresh_every=3,
-            curvature=seng.Curvature(**UNCENTRED, form=form, rank=64, decay=0),
+            curvature=uncentred(form, rank=64),
         )
         buffer = torch.empty(3, 4)
         for _ in range(4):
