@@ -26,6 +26,7 @@ from seng.metrics.kronecker import (
 )
 from seng.metrics.low_rank import LowRank, reduced_factors
 from seng.metrics.woodbury import LowRankState
+from seng.optim.settings import DAMPING
 
 F64 = torch.float64
 
@@ -100,7 +101,8 @@ def anew(**given: Any) -> seng.Kronecker:
 
 def exact(form: Any = "auto", **given: Any) -> seng.Curvature:
     """All of Ū, from the last refresh alone, over a base that is so too."""
-    options = {"base": anew(), "rank": 1000, "decay": 0} | given
+    options = {"base": anew(), "samples": None, "rank": 1000, "decay": 0}
+    options |= given
     if form == "explicit":  # it keeps every column
         options.pop("rank")
     return seng.Curvature(form, **options)
@@ -307,7 +309,7 @@ def test_directions_over_a_base_are_as_long_as_the_gradient(kind: str) -> None:
     over = float(moved(exact()).norm())
     assert math.isclose(over, float(g.norm()), rel_tol=1e-12)
     plain = moved(exact(base=None))
-    lam = 0.1 * float(torch.linalg.eigvalsh(seen[0])[-1])
+    lam = DAMPING * float(torch.linalg.eigvalsh(seen[0])[-1])
     want = lam * naive.dense_direction(seen[0], g, lam)
     assert naive.relative_error(plain, want) < 1e-9
     assert plain.norm() < (1 - 1e-6) * g.norm()

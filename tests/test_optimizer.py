@@ -947,7 +947,8 @@ def test_a_refresh_that_could_not_be_made_is_made_at_the_next_step():
     opt.step()  # zeros, as tools make them to fill an optimizer's state
     assert opt.refresh_due
     train(model, opt, 1)
-    assert not opt.refresh_due and opt.diagnostics()["0"]["form"] == "merged"
+    assert not opt.refresh_due
+    assert opt.diagnostics()["0"]["base"] == "kronecker"
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     opt.load_state_dict(sgd.state_dict())
     assert opt.refresh_due
