@@ -7,6 +7,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import naive
@@ -1015,8 +1016,9 @@ def test_a_budget_in_the_optimizer_and_in_explain() -> None:
     )
     x, target = torch.randn(8, 50), torch.randn(8, 30)
     kept: Any = {"rank": 16, "samples": 64, "decay": 0.8}
-    free = seng.explain(model, x, seng.Curvature(**kept))
     plain = seng.explain(model, x, seng.Curvature(base=None, **kept))
+    kept["base"] = seng.Kronecker(rank=32)
+    free = seng.explain(model, x, seng.Curvature(**kept))
     assert free.bytes > plain.bytes
     assert size_of(free.bytes) in str(free)
     curvature = seng.Curvature(**kept, memory=free.bytes)
@@ -1143,8 +1145,11 @@ def test_explain_tells_of_the_base() -> None:
     # What SENG takes by itself.
     said = str(seng.explain(model, x))
     assert "base" in said.split("\n")[0]
-    assert "kronecker 32" in said and "diagonal" in said
-    tight = seng.Curvature(memory=seng.explain(model, x).bytes // 2)
+    of_factors = f"kronecker {seng.Kronecker().rank}"
+    assert of_factors in said and "diagonal" in said
+    wide = seng.Curvature(base=seng.Kronecker(rank=32))
+    needed = seng.explain(model, x, wide).bytes
+    tight = replace(wide, memory=needed // 2)
     with pytest.raises(
         ValueError, match=r"base=Kronecker\(rank=\d+\) would fit"
     ):

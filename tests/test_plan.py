@@ -251,9 +251,10 @@ def test_over_a_base_layers_are_merged_and_factors_that_are_no_smaller_are_colum
 
 def test_a_budget_of_columns_says_what_would_fit_of_the_base():
     dims = [Dims("layer", (1, 100, 100), 1, 8, None)]
-    (free,) = plan(dims, seng.Curvature("explicit"))
+    base = seng.Kronecker(rank=32)
+    (free,) = plan(dims, seng.Curvature("explicit", base=base))
     budget = free.bytes - 1000
-    curvature = seng.Curvature("explicit", memory=budget)
+    curvature = seng.Curvature("explicit", base=base, memory=budget)
     with pytest.raises(
         ValueError, match=r": base=Kronecker\(rank=16\) would fit"
     ):
