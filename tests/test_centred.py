@@ -368,7 +368,10 @@ def test_without_spread_there_is_no_curvature(
     base: float | None,
     form: Any,
 ) -> None:
-    """Over λI the direction is the gradient itself, over P exactly KFAC's; of a second refresh that averages, too."""
+    """Over λI the direction is the gradient itself, over P KFAC's; of a second refresh that averages, too.
+
+    Factors share products with P, which rounds otherwise: by ε, times the condition of P.
+    """
     if decay and form not in ("auto", "merged"):
         form = "auto"
     model = nn.Sequential(
@@ -392,9 +395,13 @@ def test_without_spread_there_is_no_curvature(
             o.zero_grad()
             naive.loss_of(net(x), target).backward()
             o.step()
+    entries = opt.diagnostics().values()
+    factors = any(entry["form"] == "implicit" for entry in entries)
+    rounding = 1000 * torch.finfo(dtype).eps
+    tolerance = rounding if factors and base is not None else 0
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
-    for entry in opt.diagnostics().values():
+        assert naive.relative_error(p, q) <= tolerance
+    for entry in entries:
         assert entry["top_eigenvalue"] == 0 and entry["solves_failed"] == 0
 
 
