@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -66,6 +67,10 @@ class Centred(Operator):
     def factored(self) -> bool:
         return bool(self.U.factored)
 
+    @property
+    def by_columns(self) -> bool:
+        return bool(self.U.by_columns)
+
     def tensors(self) -> list[Tensor]:
         return [*self.U.tensors(), self.s]
 
@@ -74,7 +79,11 @@ class Centred(Operator):
 
     def about_mean(self, V: Tensor) -> Tensor:
         """HV of V (ϱ, …), in the precision of V."""
-        return about_mean(V, self.s)
+        return about_mean(V, self.s, self.gamma)
+
+    @cached_property
+    def gamma(self) -> Tensor:
+        return gamma_of(self.s)
 
     def slabs(self, dtype: torch.dtype) -> Slabs:
         for place, X in self.U.slabs(dtype):
@@ -119,21 +128,32 @@ class Centred(Operator):
 
 def differing(rows: Tensor, s: Tensor) -> Tensor:
     """HUᵀ of Uᵀ (ϱ, n); zeros where rows do not differ from their mean by more than rounding."""
-    mean = s.to(rows.dtype) @ rows
-    centred = about_mean(rows, s)
+    gamma = gamma_of(s).to(rows.dtype)
+    s = s.to(rows.dtype)
+    mean = s @ rows
+    centred = torch.addr(rows, s, gamma * mean, alpha=-1)
     left = torch.linalg.vector_norm(centred).square()
-    return centred.mul_(differs(left + mean @ mean, left, len(rows)))
+    fine = differs(left + mean @ mean, left, len(rows))
+    known = fine.is_cpu and bool(fine)  # a GPU is not waited for
+    return centred if known else centred.mul_(fine)
 
 
-def about_mean(V: Tensor, s: Tensor) -> Tensor:
+def about_mean(V: Tensor, s: Tensor, gamma: Tensor | None = None) -> Tensor:
     """HV of V (ϱ, …) for roots s (ϱ,) of weights."""
+    gamma = gamma_of(s) if gamma is None else gamma
+    s = s.to(V.dtype)
+    rows = V.reshape(len(V), -1)
+    part = gamma.to(V.dtype) * (s @ rows)
+    return torch.addr(rows, s, part, alpha=-1).view(V.shape)
+
+
+def gamma_of(s: Tensor) -> Tensor:
+    """γ of H; what the weights miss of 1 by rounding is nothing."""
     square = s @ s
     missing = 1 - square
     missing = torch.where(missing > WHOLE, missing, 0)
-    gamma = ((1 - missing.sqrt()) / square).to(V.dtype)
-    s = s.to(V.dtype)
-    rows = V.reshape(len(V), -1)
-    return torch.addr(rows, s, gamma * (s @ rows), alpha=-1).view(V.shape)
+    gamma: Tensor = (1 - missing.sqrt()) / square
+    return gamma
 
 
 def differs(whole: Tensor, centred: Tensor, samples: int) -> Tensor:

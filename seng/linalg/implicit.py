@@ -311,10 +311,10 @@ class Windows(Factored):
         places = math.prod(self.kernel)
         G = self.G.flatten(2)[:, None].mT
         unstrided = set(self.stride) == {1}
-        if self.a.shape[1] >= MANY and places > 1 and unstrided:
-            yield from self._moved(places)
-        else:
-            yield 0, 1, G, self._windows().mT
+        if not (self.a.shape[1] >= MANY and places > 1 and unstrided):
+            yield 0, 1, G, self._inputs().mT
+            return
+        yield from self._moved(places)
         if self.bias:
             last = self.shape[2] - 1
             yield last, 1, G, torch.ones_like(G[..., :1])

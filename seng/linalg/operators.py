@@ -183,9 +183,13 @@ class Operator:
 
     def explicit(self) -> Explicit:
         """The same U, column by column."""
-        U = self._empty(self.samples, *self.shape)
-        for place, X in self.slabs(self.dtype):
+        slabs = self.slabs(self.dtype)
+        place, U = next(slabs)
+        if U.shape[1:] != self.shape:  # not all of it
+            X, U = U, self._empty(self.samples, *self.shape)
             U[:, *place] = X
+            for place, X in slabs:
+                U[:, *place] = X
         return Explicit(U.flatten(1).T, self.shape)
 
     def scaled(self, scale: float | Tensor) -> Self:

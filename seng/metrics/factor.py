@@ -19,7 +19,7 @@ from seng.linalg.operators import product, wide
 
 UNSEEN = 1e-6  # of the largest eigenvalue: what is below was in no sample, up to rounding
 FIRST = 6  # products of a range finder that begins at random,
-LATER = 2  # and of one that begins where the last one ended
+LATER = 1  # and of one that begins where the last one ended
 # Rows n up to which a batch's xxᵀ is worked out once, where there are as many columns: beyond it
 # the products of a range finder are cheaper
 GRAM = 256

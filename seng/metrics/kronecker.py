@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,6 +106,9 @@ class DiagonalPower:
         """P^e U."""
         return U.weighted(self.weights)
 
+    def beside(self, Z: Operator) -> None:
+        """It has no large product to share with those of Z."""
+
 
 @dataclass(frozen=True)
 class DiagonalState(PowerState):
@@ -153,6 +157,16 @@ class KroneckerPower:
         """The same of this rank's numbers."""
         return sharded(self, place)
 
+    def beside(self, Z: Operator) -> Beside | None:
+        """P^e z − Zb by products that both share, for a Z of factors."""
+        if Z.form != "implicit" or Z.values.dtype != self.V_G.dtype:
+            return None
+        right = torch.cat([self.V_A, Z.inputs()], 2)
+        down = (self.V_G * self.w_G.mT).mT.contiguous()
+        outputs = Z.outputs().contiguous()
+        scaled = self.w_A * self.c
+        return Beside(self.V_G, down, right, outputs, scaled, self.c, Z.kappa)
+
     def rows(self, Y: Tensor) -> Tensor:
         """P^e of each row of Y (k, n)."""
         h, n_G, _ = self.V_G.shape
@@ -160,7 +174,8 @@ class KroneckerPower:
         V, w = _repeated(self.V_G, len(Y)), _repeated(self.w_G, len(Y))
         X = torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(w))
         X = X.view(len(Y), h, n_G, -1).transpose(0, 1).flatten(1, 2)
-        X = _along(X, self.V_A, self.w_A).mul_(self.c)
+        along = torch.bmm(X, self.V_A).mul_(self.w_A)
+        X = X.baddbmm_(along, self.V_A.mT).mul_(self.c)
         return X.view(h, len(Y), -1).transpose(0, 1).flatten(1)
 
     def of(self, U: Operator, rank: int) -> Operator:
@@ -177,6 +192,43 @@ class KroneckerPower:
         G = _along_factors(factors.G, self.V_G, self.w_G.mT)
         A = _along_factors(factors.A, self.V_A, self.w_A)
         return Implicit(G * self.c[None].to(G.dtype), A)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """P^e z and Zᵀz, then P^e z − Zb, for u_i = G_i A_iᵀ in Z: two products with all columns
+
+    [V_A, A] in place of four with each.
+    """
+
+    V_G: Tensor  # (h, n_G, r_G)
+    down: Tensor  # diag(w_G) V_Gᵀ, (h, r_G, n_G)
+    right: Tensor  # [V_A, A], (h, n_A, r_A + ϱκ)
+    G: Tensor  # (h, n_G, ϱκ)
+    scaled: Tensor  # c·w_A, (h, 1, r_A)
+    c: Tensor  # (h, 1, 1)
+    kappa: int
+
+    def sums(self, z: Tensor) -> list[Tensor]:
+        """Zᵀz (ϱ,), and z[V_A, A]."""
+        h, n_G, _ = self.G.shape
+        R = torch.bmm(z.view(h, n_G, -1), self.right)
+        columns = R[..., self.scaled.shape[2] :]
+        each = torch.linalg.vecdot(columns, self.G, dim=1).sum(0)
+        if self.kappa > 1:
+            each = each.view(-1, self.kappa).sum(1)
+        return [each, R]
+
+    def __call__(self, z: Tensor, b: Tensor, R: Tensor) -> Tensor:
+        """P^e z − Zb."""
+        X = z.view(len(R), R.shape[1], -1)
+        X = torch.baddbmm(X, self.V_G, torch.bmm(self.down, X)).mul_(self.c)
+        S = R[..., : self.scaled.shape[2]]
+        S = torch.baddbmm(S, self.V_G, torch.bmm(self.down, S))
+        if self.kappa > 1:
+            b = b.repeat_interleave(self.kappa)
+        weights = torch.cat([S.mul_(self.scaled), self.G * -b], 2)
+        return X.baddbmm_(weights, self.right.mT).view(-1)
 
 
 def _along(X: Tensor, V: Tensor, w: Tensor) -> Tensor:
@@ -217,11 +269,19 @@ class KroneckerState(PowerState):
         mean = self.G.average * self.A.average
         return largest.max(), trace.sum(), mean
 
-    def to_power(self, exponent: float) -> KroneckerPower:
+    @cached_property
+    def eigenvalues(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of P_G and of P_A, up to a factor, and P's mean over all groups."""
         how = self.power, self.floor, self.noise
         G, mean_G = self.G.powers(*how)
         A, mean_A = self.A.powers(*how)
-        mean = (mean_G * mean_A).mean()  # P's, over all groups
+        return G, A, (mean_G * mean_A).mean()
+
+    def follow(self) -> None:
+        vars(self).pop("eigenvalues", None)
+
+    def to_power(self, exponent: float) -> KroneckerPower:
+        G, A, mean = self.eigenvalues
         w_G, c_G = _relative(G**exponent)
         w_A, c_A = _relative(A**exponent)
         c = c_G * c_A / mean**exponent
@@ -284,7 +344,7 @@ class Kronecker(Metric):
         return DiagonalState(v, **options)
 
 
-COLUMNS = 2  # that a side's moment is made of, for each of its rows,
+COLUMNS = 1  # that a side's moment is made of, for each of its rows,
 LEAST = 512  # and at least so many
 
 

@@ -186,6 +186,8 @@ class LowRank(Metric):
         if self.curvature.centres and not team.pools:
             U = centred(U, layer.roots())
         if P is not None:
+            if layer.plan.form != "implicit" and U.by_columns:
+                U = U.explicit()  # once, for the Gram and the basis
             U = P.to_power(-0.5).of(U, U.kappa)
         return Draft(layer, P, U)
 

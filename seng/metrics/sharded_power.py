@@ -43,6 +43,9 @@ class ShardedPower:
         """P^e U of a spread U."""
         return U.mapped(self.rows)
 
+    def beside(self, Z: Operator) -> None:
+        """A spread Z is a basis, without factors."""
+
 
 @dataclass(frozen=True)
 class RowsPower(ShardedPower):

@@ -52,6 +52,7 @@ class LowRankSolver:
     failures: Tensor  # counts the solves that fell back to the plain gradient
     # Whether d is scaled to g here: over P, but for a mean over ranks.
     grafts: bool
+    beside: Any = None  # P⁻¹ and U in one pass, where they share products
 
     def __call__(self, g: Tensor) -> Tensor:
         (d,) = together([self], [g])
@@ -68,10 +69,19 @@ class LowRankSolver:
         return self.Xi.rmv(self.omega(z))
 
     def sums(self, g: Tensor) -> list[Tensor]:
-        """Ξᵀξ, and what P⁻¹g needs of other ranks."""
+        """Ξᵀξ, and what P⁻¹g needs of it or of other ranks."""
+        if self.beside is not None:
+            return self.beside.sums(g)  # type: ignore[no-any-return]
         of_base = getattr(self.base, "sums", None)  # of spread parameters
         c = self.project(g)
         return [c] if of_base is None else [c, *of_base(g)]
+
+    def corrected(self, g: Tensor, b: Tensor, rest: list[Tensor]) -> Tensor:
+        """P⁻¹g − Ub, with what `sums` gave beside Ξᵀξ."""
+        if self.beside is not None:
+            return self.beside(g, b, *rest)  # type: ignore[no-any-return]
+        d = g if self.base is None else self.base(g, *rest)
+        return self.U.subtracted(d, b)
 
     def coefficients(self, c: Tensor) -> Tensor:
         """b from c = Ξᵀξ; 0 where it is not finite."""
@@ -108,8 +118,8 @@ def together(
             rests.append(torch.where(ok, rest, 0))
         more, _ = _corrected(solvers, rests, pool)
         ds = [d + m for d, m in zip(ds, more, strict=True)]
-    for s, ok in zip(solvers, fine, strict=True):
-        s.failures.add_(~ok)
+    counts = [s.failures for s in solvers]
+    torch._foreach_add_(counts, [~ok for ok in fine])
     grafts = [i for i, s in enumerate(solvers) if s.grafts]
     if grafts:
         _graft(ds, gs, grafts, pool)
@@ -120,17 +130,22 @@ def _graft(
     ds: list[Tensor], gs: Sequence[Tensor], places: list[int], pool: Pool
 ) -> None:
     """Those at these places become as long as g."""
-    vectors = [z for i in places for z in (ds[i], gs[i])]
-    lengths = torch.stack(torch._foreach_norm(vectors))
-    # In a precision where none underflows.
-    pairs = lengths.to(widest(lengths)).square().view(-1, 2)
-    squares: list[list[Tensor]] = [[] for _ in ds]
-    for i, pair in zip(places, pairs, strict=True):
-        squares[i] = [pair]
-    sums = [pair for parts in pool(squares) for pair in parts]
-    scales = ratio(*torch.stack(sums).sqrt().unbind(1))
-    for i, scale in zip(places, scales, strict=True):
-        ds[i] = ds[i] * scale.to(ds[i].dtype)
+    vectors = [ds[i] for i in places]
+    lengths = torch.stack(
+        torch._foreach_norm([*vectors, *[gs[i] for i in places]])
+    )
+    if pool is not list:  # some are spread over ranks
+        # In a precision where none underflows.
+        pairs = lengths.to(widest(lengths)).square().view(2, -1).unbind(1)
+        squares: list[list[Tensor]] = [[] for _ in ds]
+        for i, pair in zip(places, pairs, strict=True):
+            squares[i] = [pair]
+        sums = [pair for parts in pool(squares) for pair in parts]
+        lengths = torch.stack(sums, 1).sqrt().to(lengths.dtype)
+    scales = ratio(*lengths.view(2, -1)).unbind()
+    scaled = torch._foreach_mul(vectors, scales)
+    for i, d in zip(places, scaled, strict=True):
+        ds[i] = d
 
 
 def _corrected(
@@ -142,9 +157,9 @@ def _corrected(
     for same, cores in by_size([s.inverse for s in solvers]):
         c = torch.stack([sums[i][0] for i in same])
         for i, b, ok in zip(same, *coefficients(cores, c), strict=True):
-            s, g = solvers[i], gs[i]
-            d = g if s.base is None else s.base(g, *sums[i][1:])
-            found[i] = s.U.subtracted(d, b.to(g.dtype)), ok
+            g = gs[i]
+            d = solvers[i].corrected(g, b.to(g.dtype), sums[i][1:])
+            found[i] = d, ok
     ds, fine = zip(*[found[i] for i in range(len(gs))], strict=True)
     return [*ds], [*fine]
 
@@ -213,10 +228,15 @@ class LowRankState(State):
     failures: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.follow()
+        self._follow()
 
     def follow(self) -> None:
-        inverse = None if self.P is None else self.P.to_local_power(-1.0)
+        if self.P is not None:
+            self.P.follow()
+        self._follow()
+
+    def _follow(self) -> None:
+        inverse = self.P and self.P.to_local_power(-1.0)
         count = torch.zeros((), dtype=torch.int64, device=self.gram.device)
         # In its fields, though it is frozen.
         vars(self).update(
@@ -265,8 +285,9 @@ class LowRankState(State):
             # H goes into the small matrix, once for all steps.
             inverse = U.about_mean(U.about_mean(inverse).T)
             U = Xi = U.U
+        beside = self.inverse and self.inverse.beside(U)
         found = inverse, self.inverse, self.failures, self.P is not None
-        return LowRankSolver(U, self.omega, Xi, lam, *found)
+        return LowRankSolver(U, self.omega, Xi, lam, *found, beside)
 
     def spectrum(
         self, damping: float | None
