@@ -1,4 +1,4 @@
-"""Equal races of optimizers on four small tasks: one CPU thread a run, no GPU.
+"""Equal races of optimizers on four small tasks: one CPU thread a run, or a GPU that runs share.
 
     seng data cifar10; seng data mnist; seng data shakespeare --from ../shared/data          # once
     python benchmarks/races.py cifar autoencoder gpt --out results/races.json                # every contender
@@ -516,13 +516,23 @@ def curve(trace: Trace) -> list[dict[str, float]]:
     return points
 
 
-def execute(run: Run, folder: Path | None) -> dict[str, Any]:
+def on(task: Task, device: str) -> Task:
+    """The same with its batches moved to a device; they are drawn where the seeds are."""
+
+    def moved(x: Tensor, y: Tensor) -> Batch:
+        inputs, targets = task.prepare(x, y)
+        return inputs.to(device), targets.to(device)
+
+    return task if device == "cpu" else replace(task, prepare=moved)
+
+
+def execute(run: Run, folder: Path | None, device: str) -> dict[str, Any]:
     """In a process of its own: train, evaluate, and say how it went."""
     torch.set_num_threads(1)
-    task = TASKS[run.task]
+    task = on(TASKS[run.task], device)
     data = read(task.source, folder)
     torch.manual_seed(run.seed)
-    model = task.build()
+    model = task.build().to(device)
     optimizer = contender(run.contender).build(model, run.lr)
     trace = train(task, model, optimizer, data.train, run)
     result: dict[str, Any] = {**asdict(run), "train_loss": math.inf}
@@ -564,8 +574,11 @@ def end_with_parent() -> None:
 class Runner:
     """Carries out runs in processes and keeps each result on disk as soon as it is there."""
 
-    def __init__(self, partial: Path, jobs: int, data: Path | None) -> None:
-        self.partial, self.jobs, self.data = partial, jobs, data
+    def __init__(
+        self, partial: Path, jobs: int, data: Path | None, device: str
+    ) -> None:
+        self.partial, self.jobs = partial, jobs
+        self.data, self.device = data, device
         self.results: dict[Run, dict[str, Any]] = {}
         if partial.exists():
             for line in partial.read_text().splitlines():
@@ -583,7 +596,8 @@ class Runner:
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(self.jobs, context, end_with_parent)
         try:
-            waiting = [pool.submit(execute, run, self.data) for run in missing]
+            how = self.data, self.device
+            waiting = [pool.submit(execute, run, *how) for run in missing]
             for count, done in enumerate(as_completed(waiting), 1):
                 result = done.result()
                 with self.partial.open("a") as file:
@@ -711,6 +725,7 @@ def parsed() -> argparse.Namespace:
     add("--lrs", type=float, nargs=2, help="the range of the search")
     add("--steps", type=int, help="instead of the task's own number")
     add("--jobs", type=int, default=2, help="runs at a time")
+    add("--device", default="cpu", help="cuda: for losses, not for times")
     add("--data", type=Path, help="a folder that --export wrote")
     add("--out", type=Path, default=Path("results/races.json"))
     add("--note", default="", help="kept beside the results")
@@ -736,8 +751,9 @@ def main() -> None:
             return
     options.out.parent.mkdir(parents=True, exist_ok=True)
     partial = options.out.with_suffix(".part.jsonl")
-    rows = race(options, Runner(partial, options.jobs, options.data))
-    head = provenance(record.command(), torch.device("cpu"))
+    how = options.jobs, options.data, options.device
+    rows = race(options, Runner(partial, *how))
+    head = provenance(record.command(), torch.device(options.device))
     content = {**head, "note": options.note, "rows": rows}
     options.out.write_text(json.dumps(content, indent=1) + "\n")
     partial.unlink(missing_ok=True)
