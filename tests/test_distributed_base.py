@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import seng
 
 LAM = 0.3
+POWER = 0.5
+FLOOR = 0.1
 LR = 0.05
 STEPS = 3  # each of them refreshes
 EVERY = 10**6  # more directions, or samples, than there are
@@ -19,7 +21,9 @@ EVERY = 10**6  # more directions, or samples, than there are
 
 def curvature(base=True, decay=0.0, **options):
     """Nothing is cut off, but what the options say."""
-    P = seng.Kronecker(rank=EVERY, decay=decay) if base else None
+    P = None
+    if base:
+        P = seng.Kronecker(POWER, rank=EVERY, floor=FLOOR, decay=decay)
     options = {"rank": EVERY, "samples": None, "decay": decay, **options}
     return seng.Curvature(base=P, **options)
 
@@ -118,8 +122,8 @@ class Dense:
         if not self.base:
             return torch.eye(len(self.order))
         if len(self.moments) == 1:
-            return naive.diagonal_metric(*self.moments, 0.5, 0.1**2)
-        return naive.kronecker_metric(*self.moments, 0.5, 0.1)
+            return naive.diagonal_metric(*self.moments, POWER, FLOOR)
+        return naive.kronecker_metric(*self.moments, POWER, FLOOR)
 
     def averaged(self, old, new):
         return (
@@ -204,7 +208,7 @@ SIZES = {
 OPTIONS = {
     "over P": {},
     "over P, averaged": {"decay": 0.6},
-    "over P, 4 directions": {"rank": 4},
+    "over P, 4 directions": {"form": "merged", "rank": 4},
     "over P, 8 samples": {"samples": 8},
     "over I": {"base": False},
     "over I, averaged, 8 samples": {
