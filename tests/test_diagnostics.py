@@ -6,8 +6,8 @@ from functools import partial
 import naive
 import pytest
 import torch
+from refreshing import uncentred
 from torch import nn
-from trajectories import UNCENTRED
 
 import seng
 from seng.optim.step_plan import Timer
@@ -36,6 +36,9 @@ KEYS = {
 }
 
 
+FACTORS = "kronecker", "implicit"  # what a layer with one position keeps
+
+
 def trained(steps=1, model=None, **options):
     model = model or nn.Sequential(
         nn.Linear(5, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3)
@@ -57,9 +60,7 @@ def train(model, opt, steps):
 @pytest.mark.parametrize("form", ["explicit", "implicit", "merged"])
 @pytest.mark.parametrize("relative", [True, False])
 def test_every_number_is_what_it_says(form, relative):
-    rank = {} if form == "explicit" else {"rank": 99}
-    exact = {**UNCENTRED, "decay": 0, "relative_damping": relative, **rank}
-    curvature = seng.Curvature(form=form, **exact)
+    curvature = uncentred(form, rank=99, relative_damping=relative)
     _, opt, (before, x, target) = trained(curvature=curvature, damping=0.2)
     for index, (name, entry) in zip(
         (0, 2, 3), opt.diagnostics().items(), strict=True
@@ -96,7 +97,8 @@ def test_every_number_is_what_it_says(form, relative):
 
 def test_over_a_base_numbers_are_those_of_whitened_samples():
     """Eigenvalues of P^{-½}ŪŪᵀP^{-½}; directions are as long as gradients."""
-    _, opt, (before, x, target) = trained(damping=0.2)
+    every = seng.Curvature(samples=None)
+    _, opt, (before, x, target) = trained(damping=0.2, curvature=every)
     for index, (name, entry) in zip(
         (0, 2, 3), opt.diagnostics().items(), strict=True
     ):
@@ -116,15 +118,15 @@ def test_over_a_base_numbers_are_those_of_whitened_samples():
         assert entry["effective_rank"] == pytest.approx(whole)
         assert entry["norm_ratio"] == pytest.approx(1)
         assert 0 < entry["cosine"] < 1 and entry["bytes"] > 0
-        base = "diagonal" if index == 2 else "kronecker"
-        assert entry["base"] == base and entry["form"] == "merged"
+        kept = ("diagonal", "explicit") if index == 2 else FACTORS
+        assert (entry["base"], entry["form"]) == kept
 
 
 @pytest.mark.parametrize(
     ("build", "form"),
     [
         (partial(seng.KFAC, damp="floor"), "power"),
-        (partial(seng.SENG, recipe="muon"), "merged"),
+        (partial(seng.SENG, recipe="muon"), "implicit"),
         (partial(seng.KFAC, damp="tikhonov", recipe="muon"), "merged"),
     ],
     ids=["KFAC", "muon", "tikhonov"],
