@@ -266,11 +266,12 @@ def change_damping(_, opt):
 
 
 CHANGES = {3: change_lr, 6: change_damping, 7: change_lr}
-over_identity = partial(seng.Curvature, base=None)
+over_identity = partial(seng.Curvature, base=None, samples=None)
 SMALL = seng.Kronecker(rank=4)
+OVER_P = partial(seng.Curvature, base=SMALL, samples=None)
 CURVATURES = {
-    "merged": over_identity(rank=3, centred=False),
-    "merged, centred": over_identity(rank=3, centred=True),
+    "merged": over_identity(rank=3, decay=0.8, centred=False),
+    "merged, centred": over_identity(rank=3, decay=0.8, centred=True),
     "merged, not averaged": over_identity(rank=3, decay=0),
     "explicit": over_identity(form="explicit", decay=0, centred=False),
     "explicit, centred": over_identity(form="explicit", decay=0, centred=True),
@@ -284,11 +285,9 @@ CURVATURES = {
     "sketched": over_identity(
         form="explicit", sketch=seng.sketch.Gaussian(20), decay=0
     ),
-    "low rank over P": seng.Curvature(base=SMALL, rank=3),
-    "explicit over P": seng.Curvature(base=SMALL, form="explicit", decay=0),
-    "implicit over P": seng.Curvature(
-        base=SMALL, form="implicit", rank=2, decay=0
-    ),
+    "low rank over P": OVER_P(rank=3, decay=0.8),
+    "explicit over P": OVER_P(form="explicit", decay=0),
+    "implicit over P": OVER_P(form="implicit", rank=2, decay=0),
     "P alone": SMALL,
 }
 SERVED = (
@@ -652,8 +651,9 @@ def test_a_group_that_is_added_later(both_ways):
 def test_a_basis_in_half_precision(form, gpu):
     """As a GPU keeps it under autocast: the same directions as one solver after the other."""
     model = network()
-    rank = 3 if form == "merged" else 16
-    opt = built(model, curvature=over_identity(form=form, rank=rank, decay=0))
+    options = {"rank": 3} if form == "merged" else {}
+    curvature = over_identity(form=form, decay=0, **options)
+    opt = built(model, curvature=curvature)
     train(model, opt, 1)
     backward(model, 5)
     grads = {p: p.grad.clone() for p in model.parameters()}
