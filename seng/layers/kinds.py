@@ -322,9 +322,12 @@ def _embedding(layer: nn.Embedding, a: Tensor, g: Tensor) -> Lookup:
 
 
 def _affine(x_hat: Tensor, g: Tensor, keep: Sequence[int]) -> Columns:
-    """y = w ⊙ x̂ + b: sum g ⊙ x̂ and g over every dimension but the sample and `keep`."""
+    """y = w ⊙ x̂ + b: sum g ⊙ x̂ and g over every dimension but the sample and `keep`.
+
+    The product takes the place of x̂, which is as large as the layer's output.
+    """
     summed = [i for i in range(1, g.dim()) if i not in keep]
-    weight = g * x_hat
+    weight = x_hat.mul_(g) if g.dtype == x_hat.dtype else x_hat * g
     if not summed:
         return {"weight": weight, "bias": g}
     return {"weight": weight.sum(summed), "bias": g.sum(summed)}

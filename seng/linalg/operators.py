@@ -199,11 +199,14 @@ class Operator:
 
     def first(self, samples: int) -> Self:
         """The first columns."""
-        if samples >= self.samples:
-            return self
+        return self if samples >= self.samples else self.part(0, samples)
+
+    def part(self, start: int, samples: int) -> Self:
+        """So many columns, or all that are left, from one on."""
         dim = self.sample_dim
+        count = min(samples, self.samples - start)
         return self._each(
-            lambda t: t.narrow(dim, 0, samples) if t.dim() else t
+            lambda t: t.narrow(dim, start, count) if t.dim() else t
         )
 
     def to(self, dtype: torch.dtype) -> Self:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,8 +67,11 @@ class PowerState(State):
 
     def to_local_power(self, exponent: float) -> Any:
         """P^exponent of what this rank has of a vector."""
-        whole = self.to_power(exponent)
-        return whole if self.place is None else whole.spread(self.place)
+        return self.spread(self.to_power(exponent))
+
+    def spread(self, power: Any) -> Any:
+        """A power of whole vectors as one of what this rank has of them."""
+        return power if self.place is None else power.spread(self.place)
 
     @abstractmethod
     def summary(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,19 +271,11 @@ class KroneckerState(PowerState):
         mean = self.G.average * self.A.average
         return largest.max(), trace.sum(), mean
 
-    @cached_property
-    def eigenvalues(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of P_G and of P_A, up to a factor, and P's mean over all groups."""
+    def to_power(self, exponent: float) -> KroneckerPower:
         how = self.power, self.floor, self.noise
         G, mean_G = self.G.powers(*how)
         A, mean_A = self.A.powers(*how)
-        return G, A, (mean_G * mean_A).mean()
-
-    def follow(self) -> None:
-        vars(self).pop("eigenvalues", None)
-
-    def to_power(self, exponent: float) -> KroneckerPower:
-        G, A, mean = self.eigenvalues
+        mean = (mean_G * mean_A).mean()  # P's, over all groups
         w_G, c_G = _relative(G**exponent)
         w_A, c_A = _relative(A**exponent)
         c = c_G * c_A / mean**exponent

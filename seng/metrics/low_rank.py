@@ -19,7 +19,7 @@ once. Each step solves by `seng.metrics.woodbury`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +62,7 @@ class Draft:
 
     layer: LayerRefresh
     P: Any  # the base; None: I
+    root: Any  # P^{-½} of what this rank has of a vector
     U: Any  # an operator, over the base
     omega: Omega = IDENTITY
     gram: Any = None  # of ΩU, (m, m)
@@ -154,7 +155,7 @@ class LowRank(Metric):
         return self.refresh([layer], team)[0]
 
     def refresh(
-        self, layers: Sequence[LayerRefresh], team: Team, run: Run = directly
+        self, layers: Iterable[LayerRefresh], team: Team, run: Run = directly
     ) -> list[State]:
         """Grams, their leading directions, averages with the last bases, states."""
         drafts = self.drafts(layers, team, run)
@@ -164,7 +165,7 @@ class LowRank(Metric):
         return self.states(drafts)
 
     def drafts(
-        self, layers: Sequence[LayerRefresh], team: Team, run: Run
+        self, layers: Iterable[LayerRefresh], team: Team, run: Run
     ) -> list[Draft]:
         """Each Ū over its base and in its planned form, with the Gram of ΩŪ."""
         found = []
@@ -185,11 +186,15 @@ class LowRank(Metric):
             U = reduced_factors(U, layer.plan.rank, layer.generator)
         if self.curvature.centres and not team.pools:
             U = centred(U, layer.roots())
+        root: Any = None
         if P is not None:
             if layer.plan.form != "implicit" and U.by_columns:
                 U = U.explicit()  # once, for the Gram and the basis
-            U = P.to_power(-0.5).of(U, U.kappa)
-        return Draft(layer, P, U)
+            whole = P.to_power(-0.5)
+            U = whole.of(U, U.kappa)
+            root = P.spread(whole)
+        # What was captured is let go of before the next layer is taken.
+        return Draft(replace(layer, U=None), P, root, U)
 
     def _sketch(self, chosen: Plan) -> Any:
         """The one for a layer of this plan; those without factors stay exact."""
@@ -288,8 +293,7 @@ class LowRank(Metric):
         K = last.gram
         if d.P is not None:
             back = last.P.to_local_power(1.0)
-            forth = d.P.to_local_power(-0.5)
-            old = old.mapped(lambda Y: forth.rows(back.rows(Y)))
+            old = old.mapped(lambda Y: d.root.rows(back.rows(Y)))
         if d.P is not None or self.together:
             K = old.gram()
         if d.layer.half:
@@ -311,7 +315,7 @@ class LowRank(Metric):
                 largest = top(d.gram[None])[0].to(d.gram.dtype)
             U = d.U
             if d.P is not None:
-                U = d.P.to_local_power(-0.5).of(U, U.kappa)
+                U = d.root.of(U, U.kappa)
             kept = U, d.omega, d.gram, largest, relative, d.P
             out.append(LowRankState(*kept, d.error))
         return out

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
@@ -325,7 +325,7 @@ class LayerRefresh:
     """One layer on a refresh: what was captured of it, and what there was before."""
 
     plan: Plan
-    U: Operator  # this rank's samples, columns u_i/√ϱ
+    U: Any  # an operator: this rank's samples, columns u_i/√ϱ
     samples: int  # ϱ of this rank's step
     positions: int  # over all samples
     counts: list[int]  # samples on every rank
@@ -482,9 +482,9 @@ class Metric(ABC):
         """The state of one layer."""
 
     def refresh(
-        self, layers: Sequence[LayerRefresh], team: Team, run: Run = directly
+        self, layers: Iterable[LayerRefresh], team: Team, run: Run = directly
     ) -> list[State]:
-        """The states of all layers."""
+        """The states of all layers, which come one after the other."""
         return [self.init(layer, team) for layer in layers]
 
     def solvers(

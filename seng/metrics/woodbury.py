@@ -228,14 +228,9 @@ class LowRankState(State):
     failures: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self._follow()
+        self.follow()
 
     def follow(self) -> None:
-        if self.P is not None:
-            self.P.follow()
-        self._follow()
-
-    def _follow(self) -> None:
         inverse = self.P and self.P.to_local_power(-1.0)
         count = torch.zeros((), dtype=torch.int64, device=self.gram.device)
         # In its fields, though it is frozen.

@@ -294,18 +294,18 @@ class Engine:
         clock.renewals += 1
         # Tools step without samples to fill an optimizer's state: the refresh is still owed.
         clock.missed = sum(seen.totals) == 0
-        layers = captured_layers(self, grads, seen, dampings)
-        if (
-            self.metric.together and layers
-        ):  # what was not reached is of another whole
-            for record in self.records:
-                record.state = record.state if record.index in layers else None
+        places, layers = captured_layers(self, grads, seen, dampings)
+        if self.metric.together and places:
+            for (
+                record
+            ) in self.records:  # a layer not reached is of another whole
+                record.state = record.state if record.index in places else None
         self.timer = Timer(self.device)
         with self.timer:
             states = self.metric.refresh(
-                list(layers.values()), self.strategy.team, self.recorder
+                layers, self.strategy.team, self.recorder
             )
-        refreshed = install(self, dict(zip(layers, states, strict=True)))
+        refreshed = install(self, dict(zip(places, states, strict=True)))
         kept = {r.index: r.state for r in self.records if r.state is not None}
         anew = self.strategy.agree(kept, refreshed, self.sites)
         for i in anew:

@@ -4,7 +4,7 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,17 @@ from seng.optim.step_plan import Dampings, Gradients
 if TYPE_CHECKING:
     from seng.optim.engine import Engine
 
+FEW = 16  # samples whose sum is taken at once, to save memory
 HALF_FROM = 5e-3  # the smallest relative damping at which bases are kept in half precision
 
 
 def captured_layers(
     engine: Engine, grads: Gradients, seen: Census, dampings: Dampings
-) -> dict[int, LayerRefresh]:
-    """Plan each captured layer and prepare its refresh from this rank's samples."""
+) -> tuple[list[int], Iterator[LayerRefresh]]:
+    """Plan all captured layers; their indices, and the refresh of each from this rank's samples.
+
+    They come one after the other, so that one U at a time is whole.
+    """
     found = _captured(engine, grads, seen)
     if engine.strategy.averages:
         _know(engine, found, seen)
@@ -50,7 +54,7 @@ def captured_layers(
             kappa, count = seen.sites[i].kappa, max(1, samples.columns)
         if pools or base or look.count:
             dims[i] = site_dims(engine.sites[i], kappa, count, half)
-    layers = {}
+    places = []
     plans = metric.plan([*dims.values()], engine.budget, pools)
     for i, plan in zip(dims, plans, strict=True):
         engine.records[i].plan = plan
@@ -58,9 +62,14 @@ def captured_layers(
             remark = None if pools else metric.remark(plan)
             if remark is not None:
                 engine.notices.once("remark", remark)
-            layers[i] = _layer(engine, i, seen, looks[i], dampings)
-            _check_sum(engine, i, layers[i], grads)
-    return layers
+            places.append(i)
+
+    def one(i: int) -> LayerRefresh:
+        layer = _layer(engine, i, seen, looks[i], dampings)
+        _check_sum(engine, i, layer, grads)
+        return layer
+
+    return places, map(one, places)
 
 
 def _captured(engine: Engine, grads: Gradients, seen: Census) -> list[int]:
@@ -143,7 +152,10 @@ def _check_sum(
         return
     record.checked = True
     g = site.gather(collector.samples.active[i], grads, site.dtype)
-    total = U.mv(torch.ones(U.samples, dtype=U.dtype, device=g.device))
+    total = torch.zeros_like(g)
+    for i in range(0, U.samples, FEW):
+        part = U.part(i, FEW)
+        total += part.mv(total.new_ones(part.samples, dtype=U.dtype))
     size = total.norm() * g.norm()
     cosine = float(total @ g / size) if size > 0 else 1.0
     if cosine < 0.9:
