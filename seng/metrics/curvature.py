@@ -22,7 +22,7 @@ Damp = Literal["floor", "tikhonov"]
 THRESHOLD = 10**6
 
 # What None stands for: why these values, docs/tuning.md.
-OF_FLOOR = {"power": 0.5, "rank": 16, "floor": 0.1, "decay": 0.5}
+OF_FLOOR = {"power": 0.5, "rank": 16, "floor": 0.1, "decay": 0.8}
 OF_TIKHONOV = {"power": 1.0, "decay": 0.95}
 
 
@@ -71,7 +71,7 @@ class Kronecker:
     power: Any = None  # 0.5; tikhonov: 1
     rank: Any = None  # 16; tikhonov: all
     floor: Any = None  # 0.1; tikhonov has none
-    decay: Any = None  # 0.5; tikhonov: 0.95
+    decay: Any = None  # 0.8; tikhonov: 0.95
     damp: Damp = "floor"
 
     def __post_init__(self) -> None:
