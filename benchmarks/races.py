@@ -5,6 +5,7 @@
     python benchmarks/races.py cifar --contenders sgd seng --trials 6 --out some.json        # these two
     python benchmarks/races.py gpt --contenders adam --lr 0.003 --out some.json              # no search
     python benchmarks/races.py gpt --contenders "seng rank=16 base.power=1" --out some.json  # options of one
+    python benchmarks/races.py gpt --ablation --trials 3 --lrs 0.05 0.2 --out some.json      # the default, one knob at a time
 
 A machine that has torch alone, without numpy, takes the data from files:
 
@@ -420,6 +421,25 @@ CONTENDERS = {
     "seng": ours(),
 }
 
+# The default, and with one knob changed.
+ABLATION = [
+    "seng",
+    "seng centred=False",
+    "seng base=None",
+    "seng base=None centred=False",
+    "kfac power=0.5",
+    "kfac power=1",
+    *[f"seng rank={k} samples={4 * k}" for k in (2, 8, 16)],
+    "seng samples=64",
+    *[f"seng damping={lam}" for lam in (0.03, 0.1, 0.3, 1.0, 3.0)],
+    *[f"seng base.power={p}" for p in (0.25, 0.75, 1.0)],
+    *[f"seng base.rank={r}" for r in (8, 32)],
+    *[f"seng base.floor={floor}" for floor in (0.03, 0.3)],
+    *[f"seng base.decay={delta}" for delta in (0.0, 0.5, 0.95)],
+    "seng decay=0.8",
+    *[f"seng refresh_every={T}" for T in (5, 10, 40)],
+]
+
 
 # ---- One run
 
@@ -718,6 +738,7 @@ def parsed() -> argparse.Namespace:
     add = parser.add_argument
     add("tasks", nargs="*", metavar="TASK", help=", ".join(TASKS))
     add("--contenders", nargs="+", metavar="NAME", default=[*CONTENDERS])
+    add("--ablation", action="store_true", help="contend one knob at a time")
     add("--trials", type=int, default=12, help="learning rates of a search")
     add("--seeds", type=int, nargs="+", default=[31, 32, 33])
     add("--search-seed", type=int, default=7)
@@ -731,6 +752,8 @@ def parsed() -> argparse.Namespace:
     add("--note", default="", help="kept beside the results")
     add("--export", type=Path, metavar="FOLDER", help="write the data")
     options = parser.parse_args()
+    if options.ablation:
+        options.contenders = ABLATION
     if unknown := [name for name in options.tasks if name not in TASKS]:
         parser.error(f"no task {unknown[0]!r}; there are {', '.join(TASKS)}")
     try:

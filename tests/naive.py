@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from seng.layers.sites import Site
+from seng.metrics.curvature import OF_FLOOR
 
 
 def loss_of(out: Tensor, target: Tensor) -> Tensor:
@@ -223,10 +224,10 @@ def metric(
     site: Site,
     x: Tensor,
     target: Tensor,
-    power: float = 0.5,
-    floor: float = 0.1,
+    power: float = OF_FLOOR["power"],
+    floor: float = OF_FLOOR["floor"],
 ) -> Tensor:
-    """P of one batch."""
+    """P of one batch, by default as the library's."""
     if site.factored:
         moments = second_moments(layer, site, x, target)
         return kronecker_metric(*moments, power, floor)

@@ -174,7 +174,8 @@ def test_averaged_curvature_is_carried_over_to_the_new_coordinates(
 ) -> None:
     make, shape = LAYERS[kind]
     layer = make().to(F64)
-    curvature = exact(base=anew(decay=of_P), decay=decay)
+    base = anew(power=0.5, decay=of_P)
+    curvature = exact(base=base, decay=decay)
     opt = seng.SENG(
         layer,
         lr=1.0,
@@ -634,9 +635,10 @@ def test_what_was_loaded_is_kept_only_if_it_is_asked_for() -> None:
         for P in (None, kronecker, diagonal)
     }
     identity = LowRank(uncentred())
-    based = LowRank(seng.Curvature())
+    root = seng.Kronecker(power=0.5)  # as the states have it
+    based = LowRank(seng.Curvature(base=root))
     other = LowRank(seng.Curvature(base=seng.Kronecker(power=1.0)))
-    alone = Kronecker(seng.Kronecker())
+    alone = Kronecker(root)
     assert identity.accepts(over[None]) is not None
     for state in (
         kronecker,
@@ -658,7 +660,7 @@ def test_a_loaded_state_takes_the_floor_that_is_asked_for_now() -> None:
     state = states()[0]
     U = Implicit(torch.randn(2, 1, 5, 1), torch.randn(2, 1, 7, 1))
     over = LowRankState(U, IDENTITY, U.gram(), torch.ones(()), True, state)
-    asked = seng.Kronecker(floor=0.7)
+    asked = seng.Kronecker(power=0.5, floor=0.7)
     alone = Kronecker(asked).accepts(state)
     based = LowRank(seng.Curvature(base=asked)).accepts(over)
     assert alone.floor == based.P.floor == 0.7

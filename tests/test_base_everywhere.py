@@ -41,6 +41,7 @@ from seng.linalg.sketch import (
     Rows,
 )
 from seng.metrics.choose import metric_of
+from seng.metrics.curvature import OF_FLOOR
 from seng.metrics.kronecker import KroneckerState
 from seng.metrics.metric import Dims, plan
 from seng.tell.inspection import inspect
@@ -81,6 +82,7 @@ def optimizer(
 # Layers
 
 
+POWER, FLOOR = OF_FLOOR["power"], OF_FLOOR["floor"]
 WHOLE = {"rank": 10**6, "decay": 0}  # all of C, and all of U, anew
 
 
@@ -298,9 +300,8 @@ def test_rounding_is_not_what_few_samples_are_stepped_along(
         nn.ReLU(),
         nn.Linear(128, 10),
     ).float()
-    opt = seng.KFAC(
-        model, 0.0, refresh_every=1, power=power, rank=base_rank, floor=floor
-    )
+    options = {"power": power, "rank": base_rank, "floor": floor}
+    opt = seng.KFAC(model, 0.0, refresh_every=1, decay=0.8, **options)
     for i in range(refreshes):
         generator = torch.Generator().manual_seed(i)
         x, y = (
@@ -545,7 +546,7 @@ def test_a_checkpoint_of_another_setting_loads_and_its_base_is_soon_the_one_aske
     other = set_up(model, after)
     other.load_state_dict(opt.state_dict())
     alone, _, P = SETTINGS[after]
-    power = None if P is None else P.get("power", 0.5)
+    power = None if P is None else P.get("power", POWER)
     for state in inspect(
         other
     ).states.values():  # what stays until the next refresh
@@ -699,7 +700,8 @@ def dense_step(
 
 def exact(**given: Any) -> seng.Curvature:
     base = seng.Kronecker(**WHOLE)
-    return seng.Curvature(**{"base": base, **WHOLE, **given})
+    options = {"base": base, "samples": None, **WHOLE, **given}
+    return seng.Curvature(**options)
 
 
 def test_curvature_from_a_batch_of_its_own() -> None:
@@ -741,7 +743,7 @@ def test_other_fishers(fisher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     u = torch.einsum("kbi,bj->kbij", S, A).flatten(2)
     M = torch.einsum("kbi,kbj->ij", u, u) / 6
     C_G = torch.einsum("kbi,kbj->ij", S, S)[None]
-    P = naive.kronecker_metric((A.T @ A)[None], C_G, 0.5, 0.1)
+    P = naive.kronecker_metric((A.T @ A)[None], C_G, POWER, FLOOR)
     want = naive.based_direction(M, P, g, 0.05).view(3, 5)
     assert (
         naive.relative_error(moved, naive.flat([want[:, :4], want[:, 4]]))

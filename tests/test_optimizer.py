@@ -1139,6 +1139,7 @@ def step_of_large_layers(curvature):
     return opt
 
 
+REPLACED = seng.Curvature(rank=8, samples=32, base=seng.Kronecker(rank=32))
 ACCUMULATED = seng.Curvature(rank=16, decay=0.8, base=seng.Kronecker(rank=32))
 
 
@@ -1167,7 +1168,7 @@ def test_curvature_that_memory_does_not_allow_is_refused_with_what_would_fit(
 
 
 @pytest.mark.parametrize(
-    "curvature", [seng.Curvature(), ACCUMULATED], ids=["default", "decay"]
+    "curvature", [REPLACED, ACCUMULATED], ids=["replaced", "averaged"]
 )
 def test_what_would_fit_into_memory_does(curvature):
     found = step_of_large_layers(curvature).diagnostics().values()

@@ -25,7 +25,7 @@ from seng.optim.step_plan import Dampings, Gradients
 if TYPE_CHECKING:
     from seng.optim.engine import Engine
 
-FEW = 16  # samples whose sum is taken at once, to save memory
+FEW = 32  # samples whose sum is taken at once, to save memory
 HALF_FROM = 5e-3  # the smallest relative damping at which bases are kept in half precision
 
 
