@@ -92,7 +92,7 @@ def _():
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
     handle = seng.attach(adamw, model)
     loop(model, adamw)
-    assert handle.diagnostics()["0"]["form"] == "merged"
+    assert handle.diagnostics()["0"]["form"] == "implicit"
 
 
 @situation("Optimizer", "seng.attach to a SENG")
