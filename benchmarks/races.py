@@ -7,6 +7,8 @@
     python benchmarks/races.py gpt --contenders "seng rank=16 base.power=1" --out some.json  # options of one
     python benchmarks/races.py gpt --ablation --trials 3 --lrs 0.05 0.2 --out some.json      # the default, one knob at a time
 
+    python benchmarks/races.py --show results/races/*.json                                   # the tables again
+
 A machine that has torch alone, without numpy, takes the data from files:
 
     python benchmarks/races.py --export FOLDER                                               # here
@@ -549,6 +551,9 @@ def on(task: Task, device: str) -> Task:
 def execute(run: Run, folder: Path | None, device: str) -> dict[str, Any]:
     """In a process of its own: train, evaluate, and say how it went."""
     torch.set_num_threads(1)
+    torch.set_flush_denormal(
+        True
+    )  # else a run that is stuck is ten times slower
     task = on(TASKS[run.task], device)
     data = read(task.source, folder)
     torch.manual_seed(run.seed)
@@ -750,6 +755,7 @@ def parsed() -> argparse.Namespace:
     add("--data", type=Path, help="a folder that --export wrote")
     add("--out", type=Path, default=Path("results/races.json"))
     add("--note", default="", help="kept beside the results")
+    add("--show", type=Path, nargs="+", metavar="FILE", default=[])
     add("--export", type=Path, metavar="FOLDER", help="write the data")
     options = parser.parse_args()
     if options.ablation:
@@ -760,18 +766,29 @@ def parsed() -> argparse.Namespace:
         [contender(name) for name in options.contenders]
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    if not options.tasks and options.export is None:
+    if not (options.tasks or options.export or options.show):
         parser.error(f"which tasks? There are {', '.join(TASKS)}")
     return options
+
+
+def show(content: Mapping[str, Any]) -> None:
+    """The tables of a race."""
+    rows = content["rows"]
+    print(f"{content['command']}\n{content['commit']}, {content['machine']}")
+    for task in dict.fromkeys(row["task"] for row in rows):
+        print(f"\n{task}")
+        print(table([row for row in rows if row["task"] == task]))
 
 
 def main() -> None:
     options = parsed()
     torch.set_num_threads(1)
+    for path in options.show:
+        show(json.loads(path.read_text()))
     if options.export is not None:
         export(options.export)
-        if not options.tasks:
-            return
+    if not options.tasks:
+        return
     options.out.parent.mkdir(parents=True, exist_ok=True)
     partial = options.out.with_suffix(".part.jsonl")
     how = options.jobs, options.data, options.device
@@ -780,9 +797,7 @@ def main() -> None:
     content = {**head, "note": options.note, "rows": rows}
     options.out.write_text(json.dumps(content, indent=1) + "\n")
     partial.unlink(missing_ok=True)
-    for task in options.tasks:
-        print(f"\n{task}")
-        print(table([row for row in rows if row["task"] == task]))
+    show(content)
 
 
 if __name__ == "__main__":

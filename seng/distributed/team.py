@@ -9,12 +9,13 @@
         d = g − (1/𝓜) Σ_i U_i b_i,   b_i = (λI + U_iᵀU_i)⁻¹U_iᵀ ĝ     (eqs. sol-ls-1-dist,
                                                                       Dist-syn-2)
 
-`block` over a base is the mean of P⁻¹g − Z_i b_i at the length of g: P is pooled as `shared` has it.
+`block` over a base is the mean of P⁻¹g − Z_i b_i at the length of g: P is pooled as `shared` has
+it.
 
-`block` has ĝ = g: one more gradient travels at every step. `lagged` has ĝ = g_{k−1}: the sum is known
-before the backward and travels in the gradient's own messages; on refresh steps U_i is new, and it
-travels by itself; the first step is not lagged. With eq. 23 for U_i b_i the means of its two sides
-are taken, not of their product.
+`block` has ĝ = g: one more gradient travels at every step. `lagged` has ĝ = g_{k−1}: the sum is
+known before the backward and travels in the gradient's own messages; on refresh steps U_i is new,
+and it travels by itself; the first step is not lagged. With eq. 23 for U_i b_i the means of its two
+sides are taken, not of their product.
 
 DistributedDataParallel averages the ranks' gradients, however many samples each has. So M = (1/𝓜)
 Σ_i M_i. A `Team` sends; `Shared` and `Averaged` say what, chosen once and asked at every refresh.

@@ -296,6 +296,7 @@ class Kronecker(Metric):
     """
 
     curvature: Options
+    makes = PowerState
 
     def __init__(self, asked: Options) -> None:
         self.curvature = asked
@@ -307,11 +308,11 @@ class Kronecker(Metric):
         return Plan(d, "power", 0, "its Kronecker factors alone")
 
     def accepts(self, state: Any) -> State | None:
-        if not isinstance(state, PowerState):
+        known: Any = super().accepts(state)
+        if known is None or known.power != self.options["power"]:
             return None
-        if state.power != self.options["power"]:
-            return None
-        return replace(state, **self.options)
+        found: State = replace(known, **self.options)
+        return found
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         """δC + (1 − δ)C_new from the captures of all ranks."""

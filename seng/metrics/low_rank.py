@@ -31,7 +31,7 @@ from seng.distributed.pool import Share, pooled
 from seng.distributed.team import Team
 from seng.gpu.recorder import Run, directly
 from seng.linalg.centred import centred
-from seng.linalg.implicit import Implicit, Independent
+from seng.linalg.implicit import Independent
 from seng.linalg.numerics import (
     deviation,
     one_by_one,
@@ -101,6 +101,7 @@ class LowRank(Metric):
     """UUᵀ over λI, or over λP."""
 
     curvature: Curvature
+    makes = LowRankState
 
     def __init__(self, curvature: Curvature) -> None:
         self.curvature = curvature
@@ -141,15 +142,15 @@ class LowRank(Metric):
         return f"{layer}: {what} is then taken exactly"
 
     def accepts(self, state: Any) -> State | None:
-        c = self.curvature
-        if not isinstance(state, LowRankState):
+        known: Any = super().accepts(state)
+        if known is None or (known.P is None) != (self.base is None):
             return None
-        if (state.P is None) != (self.base is None):
-            return None
-        P = None if self.base is None else self.base.accepts(state.P)
+        P = self.base and self.base.accepts(known.P)
         if self.base is not None and P is None:
             return None
-        return replace(state, relative=c.relative_damping, P=P)
+        relative = self.curvature.relative_damping
+        found: State = replace(known, relative=relative, P=P)
+        return found
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         return self.refresh([layer], team)[0]
@@ -212,7 +213,7 @@ class LowRank(Metric):
         sketch = self._sketch(chosen)
         if chosen.form == "explicit":
             U = U.explicit()
-        elif c.combine == "independent" and isinstance(U, Implicit):
+        elif c.combine == "independent" and U.form == "implicit":
             U = Independent(U.G, U.A)
         if sketch is None or sketch.covers(U.shape):
             (gram,) = run(_gram, U)
