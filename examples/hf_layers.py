@@ -56,8 +56,8 @@ seng.layers.arrange(gpt2.transformer.wpe, None)
 losses = []
 for model in (gpt2, llama):
     # strict: every parameter must be covered or left out on request
-    opt = seng.SENG(model, lr=0.2, strict=True)
-    for _ in range(80):
+    opt = seng.SENG(model, lr=0.1, strict=True)
+    for _ in range(200):
         batch = blocks[torch.randint(len(blocks), (16,))]
         opt.zero_grad()
         (loss := model(batch, labels=batch).loss).backward()

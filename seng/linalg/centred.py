@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -79,11 +78,7 @@ class Centred(Operator):
 
     def about_mean(self, V: Tensor) -> Tensor:
         """HV of V (ϱ, …), in the precision of V."""
-        return about_mean(V, self.s, self.gamma)
-
-    @cached_property
-    def gamma(self) -> Tensor:
-        return gamma_of(self.s)
+        return about_mean(V, self.s)
 
     def slabs(self, dtype: torch.dtype) -> Slabs:
         for place, X in self.U.slabs(dtype):
@@ -128,8 +123,7 @@ class Centred(Operator):
 
 def differing(rows: Tensor, s: Tensor) -> Tensor:
     """HUᵀ of Uᵀ (ϱ, n); zeros where rows do not differ from their mean by more than rounding."""
-    gamma = gamma_of(s).to(rows.dtype)
-    s = s.to(rows.dtype)
+    s, gamma = _weights(s, rows.dtype)
     mean = s @ rows
     centred = torch.addr(rows, s, gamma * mean, alpha=-1)
     left = torch.linalg.vector_norm(centred).square()
@@ -138,22 +132,20 @@ def differing(rows: Tensor, s: Tensor) -> Tensor:
     return centred if known else centred.mul_(fine)
 
 
-def about_mean(V: Tensor, s: Tensor, gamma: Tensor | None = None) -> Tensor:
+def about_mean(V: Tensor, s: Tensor) -> Tensor:
     """HV of V (ϱ, …) for roots s (ϱ,) of weights."""
-    gamma = gamma_of(s) if gamma is None else gamma
-    s = s.to(V.dtype)
+    s, gamma = _weights(s, V.dtype)
     rows = V.reshape(len(V), -1)
-    part = gamma.to(V.dtype) * (s @ rows)
-    return torch.addr(rows, s, part, alpha=-1).view(V.shape)
+    return torch.addr(rows, s, gamma * (s @ rows), alpha=-1).view(V.shape)
 
 
-def gamma_of(s: Tensor) -> Tensor:
-    """γ of H; what the weights miss of 1 by rounding is nothing."""
+def _weights(s: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """s and γ of H; what the weights miss of 1 by rounding is nothing."""
     square = s @ s
     missing = 1 - square
     missing = torch.where(missing > WHOLE, missing, 0)
-    gamma: Tensor = (1 - missing.sqrt()) / square
-    return gamma
+    gamma = (1 - missing.sqrt()) / square
+    return s.to(dtype), gamma.to(dtype)
 
 
 def differs(whole: Tensor, centred: Tensor, samples: int) -> Tensor:

@@ -229,7 +229,7 @@ class LowRank(Metric):
         for d in drafts:
             layer = d.layer
             rank = layer.plan.rank
-            roots = layer.all_roots() if self.curvature.centres else None
+            roots = layer.all_roots(d.U) if self.curvature.centres else None
             kept = d.U, layer.counts, rank, layer.generator
             shares.append(Share(*kept, roots))
         out = []

@@ -356,19 +356,20 @@ class LayerRefresh:
 
     def roots(self) -> Tensor:
         """The roots of this rank's weights, 1/√ϱ for each column of U."""
-        return self._roots(self.U.samples, self.samples)
+        return _roots_of(self.U, self.U.samples, self.samples)
 
-    def all_roots(self) -> Tensor:
+    def all_roots(self, like: Operator) -> Tensor:
         """Those of all ranks' columns, of which each rank has the same weight."""
         ranks = zip(self.counts, self.totals, strict=True)
-        parts = [self._roots(*rank) for rank in ranks]
+        parts = [_roots_of(like, *rank) for rank in ranks]
         out: Tensor = torch.cat(parts) / len(parts) ** 0.5
         return out
 
-    def _roots(self, count: int, samples: int) -> Tensor:
-        values: Tensor = self.U.values
-        root = max(1, samples) ** -0.5
-        return values.new_full((count,), root, dtype=widest(values))
+
+def _roots_of(like: Operator, count: int, samples: int) -> Tensor:
+    values: Tensor = like.values
+    root = max(1, samples) ** -0.5
+    return values.new_full((count,), root, dtype=widest(values))
 
 
 def _share(count: int, kept: int, total: int) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from seng import Curvature
 from seng.lab.bench.contenders import CONTENDERS, Setting
 from seng.lab.bench.tasks import TASKS, Task, chosen
 from seng.optim.settings import REFRESH_EVERY
@@ -33,7 +32,7 @@ class Preset:
     )  # ours, relative; the paper's, absolute
 
 
-RANK = Curvature().rank
+RANK = 16
 PRESETS = {
     "default": Preset(None, RANK, 0.0),
     "strong": Preset(20, 128, 0.8),
