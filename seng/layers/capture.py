@@ -158,13 +158,11 @@ class _Hook(Inert):
         capture.eager = True
         # What is not made by this forward may be written to before the step, as a buffer for
         # batches.
-        kept = a.detach()
-        if a.grad_fn is None:
-            kept = kept.clone()
+        given = a.grad_fn is None
         receive = partial(capture.receive, self.index, *mode)
         # A layer may have saved its output, which stays as it is.
         with _unsafe_preserve_version_counter(out):
-            tapped = _Tap.apply(out, kept, receive, outer)  # type: ignore[no-untyped-call]
+            tapped = _Tap.apply(out, a.detach(), given, receive, outer)  # type: ignore[no-untyped-call]
         # A view makes it only now; torch's register_hook would crash before.
         _ = tapped.grad_fn
         return tapped
@@ -227,18 +225,21 @@ def _task(outer: int) -> int:
 class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, a: Tensor, receive: Any, outer: int
+        ctx: Any, out: Tensor, a: Tensor, given: bool, receive: Any, outer: int
     ) -> Tensor:
         ctx.mark_dirty(out)
         ctx.save_for_backward(a)
+        ctx.given = given
         ctx.receive = receive
         ctx.outer = outer
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.receive(_task(ctx.outer), *ctx.saved_tensors, g)
-        return g, None, None, None
+        (a,) = ctx.saved_tensors
+        a = a.clone() if ctx.given else a
+        ctx.receive(_task(ctx.outer), a, g)
+        return g, None, None, None, None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

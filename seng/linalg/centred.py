@@ -23,7 +23,9 @@ from torch import Tensor
 from seng.linalg.numerics import widest
 from seng.linalg.operators import Explicit, Operator, Slabs, product
 
-ROUNDING = 10  # times ε·ϱ of U's trace: what is left below that is none
+# What is left of U's trace below 10·ε·ϱ is a Gram's rounding, and below (10·ε)² that of samples,
+# with the ε of each.
+ROUNDING = 10
 WHOLE = 1e-6  # what ‖s‖² may differ from 1 by rounding
 
 
@@ -110,7 +112,8 @@ class Centred(Operator):
         wide: Operator = self.U.to(widest(self.values))
         K = wide.gram()
         centred = self.about_mean(self.about_mean(K).T)
-        fine = differs(K.trace(), centred.trace(), self.samples)
+        traces = K.trace(), centred.trace()
+        fine = differs(*traces, self.samples, self.dtype)
         return (centred * fine).to(self.dtype)
 
     def _gram_of_columns(self) -> Tensor:
@@ -127,7 +130,7 @@ def differing(rows: Tensor, s: Tensor) -> Tensor:
     mean = s @ rows
     centred = torch.addr(rows, s, gamma * mean, alpha=-1)
     left = torch.linalg.vector_norm(centred).square()
-    fine = differs(left + mean @ mean, left, len(rows))
+    fine = differs(left + mean @ mean, left, len(rows), rows.dtype)
     known = fine.is_cpu and bool(fine)  # a GPU is not waited for
     return centred if known else centred.mul_(fine)
 
@@ -148,10 +151,13 @@ def _weights(s: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return s.to(dtype), gamma.to(dtype)
 
 
-def differs(whole: Tensor, centred: Tensor, samples: int) -> Tensor:
+def differs(
+    whole: Tensor, centred: Tensor, samples: int, dtype: torch.dtype
+) -> Tensor:
     """Whether samples differ from their mean by more than rounding; from both Grams' traces."""
-    eps = torch.finfo(widest(whole)).eps
-    return centred > ROUNDING * eps * samples * whole
+    of_gram = ROUNDING * torch.finfo(widest(whole)).eps * samples
+    of_samples = (ROUNDING * torch.finfo(dtype).eps) ** 2
+    return centred > max(of_gram, of_samples) * whole
 
 
 def centred(U: Operator, s: Tensor) -> Operator:
