@@ -221,13 +221,22 @@ def find_layout(part: TermJacobian) -> Layout | str:
     for places in layouts:
         index = places[picked].flatten()
         w = part.pull(torch.zeros_like(r).index_put((index,), v))
-        factor = float(z @ w / (z @ z)) if slope else 1.0
+        measured = float(z @ w / (z @ z)) if slope else 1.0
+        factor = exact_factor(measured, B, tolerance)
         expected = factor * s.to(r)
         slopes_agree = torch.allclose(w, factor * z, 0, tolerance * slope)
         levels_agree = torch.allclose(r[index], expected, 0, tolerance * level)
         if slopes_agree and levels_agree:
             return Layout(places, factor, allocated.bytes // len(picked))
     return "a sample's residuals are others when it is alone"
+
+
+def exact_factor(measured: float, B: int, tolerance: float) -> float:
+    """The factor without rounding, which another batch rounds otherwise: 1, 1/B, B or a root."""
+    for power in (0.0, -1.0, -0.5, 1.0, 0.5):
+        if abs(measured / B**power - 1) < tolerance:
+            return B**power
+    return measured
 
 
 class Allocated(TorchDispatchMode):
