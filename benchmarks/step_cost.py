@@ -65,7 +65,7 @@ CONTENDERS: dict[str, Callable[[nn.Module], Any]] = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), 1e-3),
     "seng": lambda m: seng.SENG(m, LR),
     "seng between refreshes": lambda m: seng.SENG(m, LR, refresh_every=10**9),
-    "kfac, power 1/2": lambda m: seng.KFAC(m, LR),
+    "kfac, power 1/2": lambda m: seng.KFAC(m, LR, power=0.5),
     "low rank over λI": lambda m: seng.SENG(
         m, LR, curvature=seng.Curvature(base=None)
     ),

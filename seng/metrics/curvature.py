@@ -22,7 +22,7 @@ Damp = Literal["floor", "tikhonov"]
 THRESHOLD = 10**6
 
 # What None stands for: why these values, docs/tuning.md.
-OF_FLOOR = {"power": 0.5, "rank": 16, "floor": 0.1, "decay": 0.8}
+OF_FLOOR = {"power": 2 / 3, "rank": 16, "floor": 0.1, "decay": 0.8}
 OF_TIKHONOV = {"power": 1.0, "decay": 0.95}
 
 
@@ -59,7 +59,8 @@ class Kronecker:
     fields and has it alone. Layers without factors (norms, embeddings) have a diagonal one.
 
     Args:
-        power: p of C^p. 1 is K-FAC's metric, 1/2 its square root, as in Shampoo and Adam.
+        power: p of C^p. 1 is K-FAC's metric, 1/2 its square root, as in Shampoo and Adam; 2/3
+            lies between.
         rank: directions kept of each factor; all others count as one constant.
         floor: eigenvalues of each factor count as at least this share of their mean.
         decay: how much of the old factors a refresh keeps.
@@ -68,7 +69,7 @@ class Kronecker:
             length that comes of it.
     """
 
-    power: Any = None  # 0.5; tikhonov: 1
+    power: Any = None  # 2/3; tikhonov: 1
     rank: Any = None  # 16; tikhonov: all
     floor: Any = None  # 0.1; tikhonov has none
     decay: Any = None  # 0.8; tikhonov: 0.95

@@ -143,9 +143,7 @@ def _graft(
         sums = [pair for parts in pool(squares) for pair in parts]
         lengths = torch.stack(sums, 1).sqrt().to(lengths.dtype)
     scales = ratio(*lengths.view(2, -1)).unbind()
-    scaled = torch._foreach_mul(vectors, scales)
-    for i, d in zip(places, scaled, strict=True):
-        ds[i] = d
+    torch._foreach_mul_(vectors, scales)
 
 
 def _corrected(
