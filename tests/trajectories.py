@@ -143,8 +143,9 @@ def default(lr: float = 0.05, loop: str = "plain", **options: Any) -> Method:
 
 
 def kronecker(lr: float = 0.05, loop: str = "plain", **options: Any) -> Method:
-    """The Kronecker metric alone."""
-    options = {"floor": 0.1, "refresh_every": EVERY, **options}
+    """The Kronecker metric alone: its square root."""
+    known = {"power": 0.5, "rank": 32, "floor": 0.1, "decay": 0.8}
+    options = {"refresh_every": EVERY, **known, **options}
     return Method(lambda m: seng.KFAC(m, lr, **options), loop)
 
 
