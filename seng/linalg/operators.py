@@ -69,6 +69,7 @@ class Operator:
     form: ClassVar[str]
     waits = False  # its products wait for the device: never recorded
     exact = True  # whether `mv` is exactly Uc
+    drawn = False  # whether only some of its columns are there
     sample_dim = 0  # of its tensors
     position_dim: ClassVar[Any] = None  # where positions can be added
 
@@ -200,6 +201,10 @@ class Operator:
     def first(self, samples: int) -> Self:
         """The first columns."""
         return self if samples >= self.samples else self.part(0, samples)
+
+    def copied(self) -> Self:
+        """The same without the memory of what it was a part of."""
+        return self._each(torch.clone)
 
     def part(self, start: int, samples: int) -> Self:
         """So many columns, or all that are left, from one on."""
@@ -372,9 +377,65 @@ class Merged(Operator):
         return replace(self, Y=Y, scale=scale)
 
 
+@dataclass(frozen=True)
+class Drawn(Operator):
+    """The first columns of a U of factors, and of all its factors some that were drawn.
+
+    E GGᵀ and E AAᵀ are their second moments over all samples and positions.
+    """
+
+    drawn = True
+
+    U: Any  # the first samples
+    G: Tensor  # (h, n_G, ·)
+    A: Tensor  # (h, n_A, ·)
+    count: int  # all samples
+
+    @property
+    def form(self) -> str:  # type: ignore[override]
+        return str(self.U.form)
+
+    @property
+    def values(self) -> Any:
+        return self.U.values
+
+    @property
+    def shape(self) -> Any:
+        return self.U.shape
+
+    @property
+    def kappa(self) -> Any:
+        return self.U.kappa
+
+    @property
+    def samples(self) -> int:
+        return self.count
+
+    def first(self, samples: int) -> Any:
+        return self.U.first(samples)
+
+    def scaled(self, scale: float | Tensor) -> Self:
+        return replace(self, U=self.U.scaled(scale), G=self.G * scale)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        G = self.G.to(dtype)
+        A = self.A.to(dtype)
+        return replace(self, U=self.U.to(dtype), G=G, A=A)
+
+
+def _joined(parts: Sequence[Drawn], first: Operator, count: int) -> Drawn:
+    """These as one, with these first samples."""
+    G = torch.cat([U.G for U in parts], 2)
+    A = torch.cat([U.A for U in parts], 2)
+    return Drawn(first, G, A, count)
+
+
 def added(U: Operator, V: Operator) -> Operator:
     """U + V: one layer used twice in a backward, or two that share a weight."""
     parts: list[Any] = [U, V]
+    if U.drawn:
+        first = added(parts[0].U, parts[1].U)
+        return _joined(parts, first, U.samples)
     if U.position_dim is None or not _alike(parts):
         positions = U.kappa + V.kappa
         parts = [X.summand(positions) for X in parts]
@@ -388,6 +449,10 @@ def stacked(parts: Sequence[Operator]) -> Operator:
     """[U_1, U_2, …]: micro-batches of one step."""
     if len(parts) == 1:
         return parts[0]
+    if parts[0].drawn:
+        drawn: Any = parts
+        first = stacked([U.U for U in drawn])
+        return _joined(drawn, first, sum(U.samples for U in parts))
     if not _alike(parts):
         parts = [U.factors() or U for U in parts]
     if not _alike(parts):

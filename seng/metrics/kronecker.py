@@ -33,12 +33,13 @@ from seng.distributed.sharded import Place
 from seng.distributed.team import Team
 from seng.layers.sites import Site
 from seng.linalg.implicit import Implicit
-from seng.linalg.operators import Operator, Shape, product
+from seng.linalg.operators import Drawn, Operator, Shape, product
 from seng.metrics.curvature import Kronecker as Options
 from seng.metrics.factor import WHAT, Factor, Moment, noise, updated
 from seng.metrics.metric import (
     UNSAVED,
     Dims,
+    Draw,
     LayerRefresh,
     Metric,
     Plan,
@@ -307,6 +308,17 @@ class Kronecker(Metric):
         d = d.based(self.curvature.rank)
         return Plan(d, "power", 0, "its Kronecker factors alone")
 
+    def keeps_less(self, first: bool) -> bool:
+        return not first
+
+    def keep(
+        self, U: Operator, dims: Dims, generator: Draw, samples: int = 1
+    ) -> Operator:
+        """Drawn columns of all factors, and the first samples."""
+        if not (dims.factored and U.factored):
+            return U
+        return drawn(U, samples, generator("base"))
+
     def accepts(self, state: Any) -> State | None:
         known: Any = super().accepts(state)
         if known is None or known.power != self.options["power"]:
@@ -344,30 +356,37 @@ LEAST = 512  # and at least so many
 
 
 def moments(
-    U: Operator, team: Team, draw: torch.Generator
+    U: Any, team: Team, draw: torch.Generator
 ) -> tuple[Moment, Moment]:
-    """Σ_positions E ggᵀ and E aaᵀ, from COLUMNS for each row; in float64 from all.
+    """Σ_positions E ggᵀ and E aaᵀ."""
+    if not U.drawn:
+        U = drawn(U, 0, draw)
+    # U's columns are u_i/√ϱ: the mean over samples is in G, that of A is taken here.
+    samples = max(1, U.samples)
+    share = 1 / team.size
+    return Moment(U.G, team, share), Moment(U.A, team, share / samples)
+
+
+def drawn(U: Any, first: int, draw: torch.Generator) -> Drawn:
+    """The first samples, and COLUMNS of the factors for each row; in float64 all of them.
 
     Positions of an image are many and alike, and their second moment would cost more than the layer
     itself. The columns are drawn from all samples and positions alike, so that those at the border
     keep their share.
     """
     N = U.samples * U.kappa
-    found = []
+    sides = []
     for side, n in ((U.outputs, U.shape[1]), (U.inputs, U.shape[2])):
         enough = max(LEAST, COLUMNS * n)
         if enough >= N or U.dtype == torch.float64:
-            X, scale = side(), 1.0
-        else:
-            device = U.values.device
-            places = torch.randint(N, (enough,), generator=draw, device=device)
-            at = places // U.kappa, places % U.kappa
-            X, scale = side(at), N / enough
-        found.append((X, scale))
-    (G, of_G), (A, of_A) = found
-    # U's columns are u_i/√ϱ: the mean over samples is in G, that of A is taken here.
-    of_A /= max(1, U.samples)
-    return Moment(G, team, of_G / team.size), Moment(A, team, of_A / team.size)
+            sides.append(side())
+            continue
+        device = U.values.device
+        places = torch.randint(N, (enough,), generator=draw, device=device)
+        X = side((places // U.kappa, places % U.kappa))
+        sides.append(X * (N / enough) ** 0.5)
+    G, A = sides
+    return Drawn(U.first(first).copied(), G, A, U.samples)
 
 
 @dataclass(frozen=True)

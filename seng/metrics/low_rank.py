@@ -107,7 +107,6 @@ class LowRank(Metric):
         self.curvature = curvature
         base = curvature.base
         self.base = None if base is None else Kronecker(base)
-        self.reduces = base is None  # a base is made of all factors
         self.pools = base is not None
 
     def plan(
@@ -118,8 +117,19 @@ class LowRank(Metric):
     ) -> list[Plan]:
         return plan(dims, self.curvature, budget, pooled)
 
+    def keeps_less(self, first: bool) -> bool:
+        return self.base is None or not (
+            first or self.curvature.columns is None
+        )
+
     def keep(self, U: Operator, dims: Dims, generator: Draw) -> Operator:
-        """The smaller of columns and factors, or reduced factors if asked for."""
+        """The smaller of columns and factors, or reduced factors if asked for.
+
+        Over a base the first samples, and what P is made of.
+        """
+        if self.base is not None:
+            samples = self.curvature.columns or U.samples
+            return self.base.keep(U, dims, generator, samples)
         (chosen,) = self.plan([dims])
         if chosen.form != "implicit":
             return U.smaller()

@@ -434,7 +434,6 @@ class Metric(ABC):
     """Which curvature layers keep."""
 
     per_sample = True  # whether dimension 0 has to be the sample
-    reduces = False  # whether `keep` does anything
     together = False  # whether all layers share one solve
     pools = False  # whether ranks with a U of their own pool the rest
     makes: type[State] | None = None  # by `init`; None: nothing is loaded
@@ -461,6 +460,13 @@ class Metric(ABC):
     def plan_of(self, d: Dims) -> Plan:
         """One layer's, where each is planned by itself."""
         return Plan(d, "own", 0, type(self).__name__)
+
+    def keeps_less(self, first: bool) -> bool:
+        """Whether `keep` does anything.
+
+        On a layer's first refresh it is seen whether all samples add up to the gradient.
+        """
+        return False
 
     def keep(self, U: Operator, dims: Dims, generator: Draw) -> Operator:
         """What of a capture waits from the backward until step()."""

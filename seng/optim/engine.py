@@ -323,10 +323,11 @@ class Engine:
 
     def _keep(self, site: Site, U: Operator) -> Operator:
         """What of a capture waits until step()."""
-        if not self.metric.reduces:
+        i = self.sites.index(site)
+        if not self.metric.keeps_less(first=self.records[i].state is None):
             return U
         dims = site_dims(site, U.kappa, U.samples)
-        draw = partial(self.generator, self.sites.index(site))
+        draw = partial(self.generator, i)
         return self.metric.keep(U, dims, draw)
 
     def generator(self, i: int, what: str = "") -> torch.Generator:

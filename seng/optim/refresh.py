@@ -148,6 +148,7 @@ def _check_sum(
     some = some or team.many or team.pools
     observed = collector.own or collector.observer is not None
     reduced = U.form == "implicit" and U.kappa < layer.plan.dims.kappa
+    reduced = reduced or U.drawn
     if record.checked or some or observed or reduced or not U.samples:
         return
     record.checked = True
