@@ -314,7 +314,7 @@ TASKS = {task.name: task for task in (CIFAR, LARGE_BATCH, AUTOENCODER, GPT)}
 Ranges = Mapping[str, tuple[float, float]]
 SGD_LRS: Ranges = {
     "default": (1e-2, 3.0),
-    "autoencoder": (3e-4, 0.3),
+    "autoencoder": (5e-3, 0.3),
     "gpt": (1e-2, 1.0),
 }
 ADAM_LRS: Ranges = {"default": (3e-4, 3e-2)}
