@@ -72,7 +72,7 @@ class Operator:
     sample_dim = 0  # of its tensors
     position_dim: ClassVar[Any] = None  # where positions can be added
 
-    main: ClassVar[str]  # the tensor that holds gradients: U, G or Y
+    main = "values"  # the name of the tensor that holds gradients: U, G or Y
     shape: ClassVar[Any]  # (h, n_G, n_A): a block's vector is a stack
     kappa: ClassVar[Any] = 1  # κ, positions per sample
     basis: ClassVar[Any] = None  # Y (ϱ, n) and scale, if U = scale·Yᵀ is kept
@@ -92,7 +92,7 @@ class Operator:
     @property
     def samples(self) -> int:
         """ϱ, the number of columns."""
-        return int(self.values.shape[self.sample_dim])
+        return int(getattr(self, self.main).shape[self.sample_dim])
 
     @property
     def n(self) -> int:
@@ -102,7 +102,7 @@ class Operator:
     @property
     def dtype(self) -> torch.dtype:
         """The precision of the products."""
-        return wide(self.values.dtype)
+        return wide(getattr(self, self.main).dtype)
 
     def slabs(self, dtype: torch.dtype) -> Slabs:
         """U in parts, of about CHUNK bytes each if they have to be made: where a part lies in the

@@ -195,8 +195,9 @@ def _plans(dims: Sequence[Dims], c: Curvature, pooled: bool) -> list[Plan]:
 
 
 def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
-    if c.columns is not None:
-        d = replace(d, samples=min(d.samples, c.columns))
+    most = c.columns
+    if most is not None:
+        d = replace(d, samples=min(d.samples, most))
     form, rank, why = _form(d, c, pooled)
     if c.base is None:
         return Plan(d, form, rank, why, c.centres)
