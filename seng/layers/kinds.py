@@ -363,16 +363,9 @@ def _channels(
     In training the batch's statistics are taken as given, so that the mean of u_i is the gradient.
     """
     now = layer.training or layer.running_mean is None
-    mean = layer.running_mean
-    variance = layer.running_var
-    if now:
-        mean = variance = None
-    x_hat = norm(a, mean, variance, None, None, now, eps=layer.eps)
+    known = (None, None) if now else (layer.running_mean, layer.running_var)
+    x_hat = norm(a, *known, None, None, now, eps=layer.eps)
     return _affine(x_hat, g, (1,))
-
-
-_batch_norm = partial(_channels, F.batch_norm)
-_instance_norm = partial(_channels, F.instance_norm)
 
 
 @columns(nn.PReLU, lambda layer: int(layer.num_parameters > 1))
@@ -389,5 +382,9 @@ for _d in (1, 2, 3):
     factors(getattr(nn, f"ConvTranspose{_d}d"), 1 + _d, _transposed)(
         _conv_transpose
     )
-    columns(getattr(nn, f"BatchNorm{_d}d"), whole_batch=True)(_batch_norm)
-    columns(getattr(nn, f"InstanceNorm{_d}d"), 1 + _d)(_instance_norm)
+    columns(getattr(nn, f"BatchNorm{_d}d"), whole_batch=True)(
+        partial(_channels, F.batch_norm)
+    )
+    columns(getattr(nn, f"InstanceNorm{_d}d"), 1 + _d)(
+        partial(_channels, F.instance_norm)
+    )

@@ -103,7 +103,10 @@ class Samples:
     @property
     def total(self) -> int:
         """B, the step's sample count."""
-        return sum([b.samples for b in self.backwards.values()])
+        total = 0
+        for backward in self.backwards.values():
+            total += backward.samples
+        return total
 
     def forget(self, trained: bool) -> None:
         """Drop what came of forwards that were trained with, or that were not."""

@@ -29,48 +29,27 @@ ROUNDING = 10
 WHOLE = 1e-6  # what ‖s‖² may differ from 1 by rounding
 
 
+def _inside(name: str) -> Any:
+    """What the operator inside has of that name."""
+    return property(lambda self: getattr(self.U, name))
+
+
 @dataclass(frozen=True)
 class Centred(Operator):
     """UH of another operator U."""
 
-    U: Any
+    form = _inside("form")
+    waits = _inside("waits")
+    values = _inside("values")
+    shape = _inside("shape")
+    kappa = _inside("kappa")
+    samples = _inside("samples")
+    dtype = _inside("dtype")
+    factored = _inside("factored")
+    by_columns = _inside("by_columns")
+
+    U: Operator
     s: Tensor = field(metadata={"cast": False})  # (ϱ,), as precise as can be
-
-    @property
-    def form(self) -> str:  # type: ignore[override]
-        return str(self.U.form)
-
-    @property
-    def waits(self) -> bool:  # type: ignore[override]
-        return bool(self.U.waits)
-
-    @property
-    def values(self) -> Any:
-        return self.U.values
-
-    @property
-    def shape(self) -> Any:
-        return self.U.shape
-
-    @property
-    def kappa(self) -> Any:
-        return self.U.kappa
-
-    @property
-    def samples(self) -> int:
-        return len(self.s)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.U.dtype  # type: ignore[no-any-return]
-
-    @property
-    def factored(self) -> bool:
-        return bool(self.U.factored)
-
-    @property
-    def by_columns(self) -> bool:
-        return bool(self.U.by_columns)
 
     def tensors(self) -> list[Tensor]:
         return [*self.U.tensors(), self.s]
@@ -90,12 +69,10 @@ class Centred(Operator):
         return self.about_mean(self.U.rmv(z))
 
     def mv(self, c: Tensor) -> Tensor:
-        out: Tensor = self.U.mv(self.about_mean(c))
-        return out
+        return self.U.mv(self.about_mean(c))
 
     def combine(self, V: Tensor) -> Tensor:
-        out: Tensor = self.U.combine(self.about_mean(V))
-        return out
+        return self.U.combine(self.about_mean(V))
 
     def weighted(self, weights: Tensor) -> Operator:
         return self.through(lambda U: U.weighted(weights))
@@ -107,16 +84,11 @@ class Centred(Operator):
 
     def gram(self) -> Tensor:
         """HUᵀUH; zeros where columns do not differ from their mean."""
-        if self.U.by_columns:
-            return self._gram_of_columns()
-        wide: Operator = self.U.to(widest(self.values))
-        K = wide.gram()
-        centred = self.about_mean(self.about_mean(K).T)
-        traces = K.trace(), centred.trace()
-        fine = differs(*traces, self.samples, self.dtype)
-        return (centred * fine).to(self.dtype)
-
-    def _gram_of_columns(self) -> Tensor:
+        if not self.U.by_columns:
+            K = self.U.to(widest(self.s)).gram()
+            centred = self.about_mean(self.about_mean(K).T)
+            fine = differs(K.trace(), centred.trace(), len(K), self.dtype)
+            return (centred * fine).to(self.dtype)
         out = self._empty(self.samples, self.samples).zero_()
         for _, X in self.U.slabs(self.dtype):
             X = differing(X.flatten(1), self.s)
@@ -126,29 +98,26 @@ class Centred(Operator):
 
 def differing(rows: Tensor, s: Tensor) -> Tensor:
     """HUᵀ of Uᵀ (ϱ, n); zeros where rows do not differ from their mean by more than rounding."""
-    s, gamma = _weights(s, rows.dtype)
-    mean = s @ rows
-    centred = torch.addr(rows, s, gamma * mean, alpha=-1)
-    left = torch.linalg.vector_norm(centred).square()
-    fine = differs(left + mean @ mean, left, len(rows), rows.dtype)
+    centred = about_mean(rows, s)
+    lengths = torch.stack(torch._foreach_norm([rows, centred]))
+    whole, left = lengths.square()
+    fine = differs(whole, left, len(rows), rows.dtype)
     known = fine.is_cpu and bool(fine)  # a GPU is not waited for
     return centred if known else centred.mul_(fine)
 
 
 def about_mean(V: Tensor, s: Tensor) -> Tensor:
     """HV of V (ϱ, …) for roots s (ϱ,) of weights."""
-    s, gamma = _weights(s, V.dtype)
-    rows = V.reshape(len(V), -1)
-    return torch.addr(rows, s, gamma * (s @ rows), alpha=-1).view(V.shape)
-
-
-def _weights(s: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """s and γ of H; what the weights miss of 1 by rounding is nothing."""
     square = s @ s
     missing = 1 - square
-    missing = torch.where(missing > WHOLE, missing, 0)
+    missing = torch.where(missing > WHOLE, missing, 0)  # not by rounding
     gamma = (1 - missing.sqrt()) / square
-    return s.to(dtype), gamma.to(dtype)
+    s = s.to(V.dtype)
+    rows = V.reshape(len(V), -1)
+    mean = s @ rows
+    return torch.addr(rows, s, gamma.to(V.dtype) * mean, alpha=-1).view(
+        V.shape
+    )
 
 
 def differs(

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seng.linalg import operators
-from seng.linalg.operators import HALF, Operator, Slabs, product, wide
+from seng.linalg.operators import HALF, Operator, Slabs, product
 
 At = tuple[Tensor, Tensor]  # samples (N,) and positions (N,)
 
@@ -34,23 +34,11 @@ class Factored(Operator):
     """u_i = Ĝ_i Â_iᵀ in parts: pairs of Ĝ and of some columns of Âᵀ, one after another."""
 
     form = "implicit"
+    main = "G"
     factored = True
 
-    G: Any  # the gradients, sample by sample
     pairs: ClassVar[Any]  # () -> Pairs, of U/scale
     scale: float = 1.0
-
-    @property
-    def values(self) -> Any:
-        return self.G
-
-    @property
-    def samples(self) -> int:
-        return len(self.G)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return wide(self.G.dtype)
 
     def slabs(self, dtype: torch.dtype) -> Slabs:
         h, n_G, _ = self.shape
@@ -78,8 +66,9 @@ class Factored(Operator):
     def by_columns(self) -> bool:
         """Whether that is the cheaper contraction: ϱ²κ²(n_G + n_A) or ϱ(ϱ + κ)n_G·n_A."""
         _, n_G, n_A = self.shape
-        pairs = self.samples * self.kappa**2 * (n_G + n_A)
-        return bool(pairs > (self.samples + self.kappa) * n_G * n_A)
+        samples, kappa = self.samples, self.kappa
+        pairs = samples * kappa**2 * (n_G + n_A)
+        return bool(pairs > (samples + kappa) * n_G * n_A)
 
     def gram(self) -> Tensor:
         """UᵀU by the cheaper of two contractions."""
@@ -240,58 +229,26 @@ class Windows(Factored):
 
     @property
     def family(self) -> Any:
+        """What two of them must agree in for their tensors to be joined."""
         return "windows", self.a.shape[1:]
 
     def factors(self) -> Implicit:
-        return Implicit(self._outputs(), self._inputs())
+        G = self.G.flatten(2)[:, None]
+        return Implicit(G * self.scale, self._windows())
 
     def outputs(self, at: At | None = None) -> Tensor:
-        if at is None:
-            return _beside(self._outputs())
-        G = _beside(self.G.flatten(2)[:, None], at)
-        return G * self.scale
+        G = self.G.flatten(2)[:, None]
+        return _beside(G, at) * self.scale
 
     def inputs(self, at: At | None = None) -> Tensor:
         if at is None:
-            return _beside(self._inputs())
-        x = self._seen(*at)  # (N, *kernel, C)
-        rows = x.movedim(-1, 1).flatten(1)
-        if self.bias:
-            rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
-        return rows.T[None]
+            return _beside(self._windows())
+        samples, positions = at
+        places: Any = torch.unravel_index(positions, self.G.shape[2:])
+        rows = self._unfolded()[samples, :, *places].flatten(1)
+        return F.pad(rows, (0, self.bias), value=1.0).T[None]
 
-    def _seen(self, samples: Tensor, positions: Tensor) -> Tensor:
-        """What these output positions see of the input (N, *kernel, C): no padded copy is made."""
-        d = len(self.kernel)
-        places = torch.unravel_index(positions, self.G.shape[2:])
-        index: list[Any] = [samples.view(-1, *[1] * d), slice(None)]
-        inside = torch.ones_like(index[0], dtype=torch.bool)
-        for i, place in enumerate(places):
-            before = self.padding[2 * (d - 1 - i)]  # the last one first
-            steps = torch.arange(self.kernel[i], device=place.device)
-            first = (place * self.stride[i] - before)[:, None]
-            along = first + steps * self.dilation[i]
-            sizes = [-1] + [1] * d
-            sizes[1 + i] = self.kernel[i]
-            along = along.view(sizes)
-            size = self.a.shape[2 + i]
-            inside = inside & (along >= 0) & (along < size)
-            index.append(along.clamp(0, size - 1))
-        found: Tensor = self.a[tuple(index)]
-        return found * inside[..., None]
-
-    def _outputs(self) -> Tensor:
-        """Ĝ (ϱ, 1, n_G, κ)."""
-        return self.G.flatten(2)[:, None] * self.scale
-
-    def _inputs(self) -> Tensor:
-        """Â (ϱ, 1, n_A, κ)."""
-        A = self._windows()
-        if not self.bias:
-            return A
-        return F.pad(A, (0, 0, 0, 1), value=1.0)
-
-    def _moved_windows(self) -> Tensor:
+    def _unfolded(self) -> Tensor:
         """What each output position sees of the input (ϱ, C, *out, *kernel), a view."""
         x = self.a
         if any(self.padding):
@@ -303,14 +260,13 @@ class Windows(Factored):
         return x
 
     def _windows(self) -> Tensor:
-        """The same as Â without the row of ones."""
+        """Â (ϱ, 1, n_A, κ)."""
         d = len(self.kernel)
-        x = self._moved_windows()
         out = range(2, 2 + d)
         places = range(2 + d, 2 + 2 * d)
-        x = x.permute(0, 1, *places, *out)
-        x = x.flatten(2 + d)
-        return x.flatten(1, 1 + d)[:, None]
+        x = self._unfolded().permute(0, 1, *places, *out)
+        A = x.flatten(2 + d).flatten(1, 1 + d)[:, None]
+        return F.pad(A, (0, 0, 0, 1), value=1.0) if self.bias else A
 
     def scaled(self, scale: float | Tensor) -> Self:
         return replace(self, scale=self.scale * float(scale))
@@ -329,7 +285,7 @@ class Windows(Factored):
         G = self.G.flatten(2)[:, None].mT
         unstrided = set(self.stride) == {1}
         if not (self.a.shape[1] >= MANY and places > 1 and unstrided):
-            yield 0, 1, G, self._inputs().mT
+            yield 0, 1, G, self._windows().mT
             return
         yield from self._moved(places)
         if self.bias:

@@ -19,6 +19,7 @@ class Lookup(Operator):
     """The gradient g_it of every token of every sample, and its row of the table."""
 
     form = "lookup"
+    main = "G"
     waits = True  # to know which rows occur
     by_columns = False
     position_dim = 1
@@ -26,10 +27,6 @@ class Lookup(Operator):
     tokens: Tensor  # (ϱ, κ)
     G: Tensor  # (ϱ, κ, n_A)
     vocabulary: int  # n_G
-
-    @property
-    def values(self) -> Tensor:
-        return self.G
 
     @property
     def shape(self) -> Shape:

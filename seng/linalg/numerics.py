@@ -14,9 +14,8 @@ from torch import Tensor, linalg, nan, where
 
 from seng.linalg.implicit import Implicit
 
-OVERSAMPLE = (
-    8  # extra directions of the range finders (Halko et al.: 5 to 10 suffice)
-)
+# Extra directions of the range finders (Halko et al.: 5 to 10 suffice).
+OVERSAMPLE = 8
 POWER = 2  # power iterations of the per-sample one
 ITERATIONS = 8  # of a Gram's; they also sort the directions
 SQUARINGS = 10  # even; eigenvalues 1 % apart then differ by a factor e¹⁰

@@ -73,17 +73,12 @@ class Operator:
     sample_dim = 0  # of its tensors
     position_dim: ClassVar[Any] = None  # where positions can be added
 
-    values: ClassVar[Any]  # the tensor that holds gradients: U, G or Y
+    main = "values"  # the name of the tensor that holds gradients: U, G or Y
     shape: ClassVar[Any]  # (h, n_G, n_A): a block's vector is a stack
     kappa: ClassVar[Any] = 1  # κ, positions per sample
     basis: ClassVar[Any] = None  # Y (ϱ, n) and scale, if U = scale·Yᵀ is kept
     factored: ClassVar[Any] = False  # whether `factors` gives any
     by_columns: ClassVar[Any] = True  # whether the Gram is made of columns
-
-    # What two operators must agree in for their tensors to be joined:
-    @property
-    def family(self) -> Any:
-        return self.form
 
     # Of the forms with factors, Ĝ_i and Â_i side by side, or of them the columns at
     # (samples, positions):
@@ -91,9 +86,14 @@ class Operator:
     inputs: ClassVar[Any]  # (at) -> (h, n_A, N)
 
     @property
+    def values(self) -> Tensor:
+        """The tensor that holds gradients."""
+        return getattr(self, self.main)  # type: ignore[no-any-return]
+
+    @property
     def samples(self) -> int:
         """ϱ, the number of columns."""
-        return int(self.values.shape[self.sample_dim])
+        return int(getattr(self, self.main).shape[self.sample_dim])
 
     @property
     def n(self) -> int:
@@ -103,7 +103,7 @@ class Operator:
     @property
     def dtype(self) -> torch.dtype:
         """The precision of the products."""
-        return wide(self.values.dtype)
+        return wide(getattr(self, self.main).dtype)
 
     def slabs(self, dtype: torch.dtype) -> Slabs:
         """U in parts, of about CHUNK bytes each if they have to be made: where a part lies in the
@@ -200,7 +200,7 @@ class Operator:
 
     def first(self, samples: int) -> Self:
         """The first columns."""
-        return self if samples >= self.samples else self.part(0, samples)
+        return self.part(0, samples)
 
     def copied(self) -> Self:
         """The same without the memory of what it was a part of."""
@@ -209,7 +209,10 @@ class Operator:
     def part(self, start: int, samples: int) -> Self:
         """So many columns, or all that are left, from one on."""
         dim = self.sample_dim
-        count = min(samples, self.samples - start)
+        every = self.samples
+        count = min(samples, every - start)
+        if count == every:
+            return self
         return self._each(
             lambda t: t.narrow(dim, start, count) if t.dim() else t
         )
@@ -224,8 +227,11 @@ class Operator:
 
     def named(self) -> dict[str, Tensor]:
         """What is stored, by its name."""
-        fields = vars(self).items()
-        return {name: t for name, t in fields if isinstance(t, Tensor)}
+        found = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                found[name] = value
+        return found
 
     def tensors(self) -> list[Tensor]:
         """What is stored."""
@@ -238,13 +244,13 @@ class Operator:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same operator with every tensor changed."""
-        return replace(
-            self, **{name: change(t) for name, t in self.named().items()}
-        )
+        changed = self.named()
+        for name, t in changed.items():
+            changed[name] = change(t)
+        return replace(self, **changed)
 
     def _empty(self, *size: int) -> Tensor:
-        out: Tensor = self.values.new_empty(size, dtype=self.dtype)
-        return out
+        return self.values.new_empty(size, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -252,14 +258,11 @@ class Explicit(Operator):
     """The columns themselves."""
 
     form = "explicit"
+    main = "U"
     sample_dim = 1
 
     U: Tensor  # (n, ϱ)
     layout: Shape
-
-    @property
-    def values(self) -> Tensor:
-        return self.U
 
     @property
     def shape(self) -> Shape:
@@ -293,14 +296,11 @@ class Merged(Operator):
     """
 
     form = "merged"
+    main = "Y"
 
     Y: Tensor  # (k, n)
     scale: Tensor  # ()
     layout: Shape
-
-    @property
-    def values(self) -> Tensor:
-        return self.Y
 
     @property
     def shape(self) -> Shape:
@@ -369,11 +369,9 @@ class Merged(Operator):
         # Orthonormal combinations of numbers of size 1 do not overflow.
         scale = torch.maximum(self.scale, other.scale)
         ours = W[:k] * (self.scale / scale)
-        ours = ours.T.to(dtype).contiguous()
         theirs = W[k:] * (other.scale / scale)
-        theirs = theirs.T.to(dtype).contiguous()
-        Y = torch.mm(ours, self.Y.to(dtype))
-        Y.addmm_(theirs, other.Y)
+        Y = ours.T.to(dtype) @ self.Y.to(dtype)
+        Y.addmm_(theirs.T.to(dtype), other.Y)
         return replace(self, Y=Y, scale=scale)
 
 
@@ -465,7 +463,7 @@ def stacked(parts: Sequence[Operator]) -> Operator:
 
 def _alike(parts: Sequence[Operator]) -> bool:
     """Whether their tensors can be joined."""
-    return len({U.family for U in parts}) == 1
+    return len({getattr(U, "family", U.form) for U in parts}) == 1
 
 
 def _concatenated(parts: Sequence[Operator], dim: int) -> Operator:

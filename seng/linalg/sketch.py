@@ -84,8 +84,8 @@ class RowSample(Omega):
 class KroneckerSample(Omega):
     """Ω = I_h ⊗ Ω_G ⊗ Ω_A on row-major matrices, the paper's Ω_A ⊗ Ω_G (eq. 17)."""
 
-    G: RowSample | Identity
-    A: RowSample | Identity
+    G: Omega
+    A: Omega
     layout: Shape
 
     def __call__(self, z: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ def _uniform(
     if replacement:
         index = _integers(n, q, generator)
     else:
-        every = torch.randperm(n, generator=generator, device=generator.device)
-        index = every[:q]
+        device = generator.device
+        index = torch.randperm(n, generator=generator, device=device)[:q]
     scale = (n / len(index)) ** 0.5
     return RowSample(index, U.values.new_full(index.shape, scale))

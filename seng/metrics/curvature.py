@@ -93,9 +93,6 @@ class Kronecker:
         for name, value in usual.items():
             if getattr(self, name) is None:
                 vars(self)[name] = value
-        self._check()
-
-    def _check(self) -> None:
         power, floor, decay = self.power, self.floor, self.decay
         if not (_is_number(power) and 0 < power <= 1):
             raise ValueError(
@@ -204,25 +201,21 @@ class Curvature:
             raise TypeError(
                 f"Curvature: base is None (I) or a seng.Kronecker, not {base!r}"
             )
-        sketch = self._sketched()
+        form = self.form
+        kept = form in ("explicit", "implicit") and self.sketch is not None
+        own = form == "implicit" and self.implicit_sketch is not None
         alone = {
             "base.damp='tikhonov'": base.damp == "tikhonov",
             "blocks='network'": self.blocks == "network",
             "combine='independent'": self.combine == "independent",
-            f"form={self.form!r} with {sketch}": sketch is not None,
+            f"form={form!r} with sketch": kept,
+            f"form={form!r} with implicit_sketch": own,
         }
         for asked, given in alone.items():
             if given:
                 raise ValueError(
                     f"Curvature: {asked} has no Kronecker base; give base=None with it"
                 )
-
-    def _sketched(self) -> str | None:
-        """The sketch of an explicit or implicit form, by name."""
-        if self.form in ("explicit", "implicit") and self.sketch is not None:
-            return "sketch"
-        own = self.form == "implicit" and self.implicit_sketch is not None
-        return "implicit_sketch" if own else None
 
     def _check_together(self) -> None:
         """Options that exclude each other, or do nothing beside the others."""
@@ -261,30 +254,25 @@ class Curvature:
         """Options that would do nothing."""
         by_threshold = self.form == "auto" and not self.decay
         by_threshold = by_threshold and self.base is None
-        given = {f.name for f in fields(self) if self._given(f)}
-        idle = {
-            "rank": self.form == "explicit",
-            "threshold": not by_threshold,
-            "implicit_sketch": self.form != "implicit" and not by_threshold,
-        }
-        why = {
-            "rank": "form='explicit' keeps every column",
-            "threshold": "only form='auto' with base=None and decay=0 plans by it",
-            "implicit_sketch": "no layer is kept in implicit form",
-        }
-        for name, nothing in idle.items():
-            if nothing and name in given:
+        why = {}
+        if self.form == "explicit":
+            why["rank"] = "form='explicit' keeps every column"
+        if not by_threshold:
+            why["threshold"] = (
+                "only form='auto' with base=None and decay=0 plans by it"
+            )
+            if self.form != "implicit":
+                why["implicit_sketch"] = "no layer is kept in implicit form"
+        for f in fields(self):
+            if f.name in why and getattr(self, f.name) != f.default:
                 raise ValueError(
-                    f"Curvature: {name} does nothing here, since {why[name]}; leave it out"
+                    f"Curvature: {f.name} does nothing here, since {why[f.name]}; leave it out"
                 )
-
-    def _given(self, field: Any) -> bool:
-        return bool(getattr(self, field.name) != field.default)
 
     @property
     def sketches(self) -> bool:
         """Whether anything is sketched."""
-        return any(getattr(self, name) is not None for name in SKETCHES)
+        return bool(self.sketch or self.implicit_sketch)
 
     @property
     def assumed(self) -> Loss:

@@ -43,11 +43,6 @@ class Factor:
         _, n, r = self.V.shape
         return self.s.sum(1) + (n - r) * self.rest
 
-    @property
-    def average(self) -> Tensor:
-        """The mean of all eigenvalues, ()."""
-        return self.trace.mean() / self.V.shape[1]
-
     def powers(
         self, power: float, floor: float, noise: float = 0.0
     ) -> tuple[Tensor, Tensor]:
@@ -57,7 +52,7 @@ class Factor:
         C is brought to mean eigenvalue 1 before; a C of zeros counts as a multiple of I.
         """
         h, n, r = self.V.shape
-        mean = self.average
+        mean = self.trace.mean() / n
         others = self.rest if r < n else mean.expand_as(self.rest)
         e = torch.cat([self.s, others[:, None]], 1)
         e = e / torch.where(mean > 0, mean, 1)
@@ -85,8 +80,7 @@ class Factor:
         bound = 4 * noise
         few = bound ** (0.5 / power) * unseen / seen.clamp_min(1)
         every = bound ** (1 / power)
-        floor: Tensor = few.clamp_min(max(asked, every))
-        return floor
+        return few.clamp_min(max(asked, every))  # type: ignore[no-any-return]
 
 
 def noise(dtype: torch.dtype) -> float:
@@ -111,21 +105,20 @@ class Moment:
         self.gram: Tensor | None = None  # where that is cheaper than X
         if n <= min(N, GRAM):
             self.gram = product(X, X.mT) * scale
-            self.trace = self.gram.diagonal(dim1=1, dim2=2).sum(1)
         else:
             self.X = X.to(wide(X.dtype))
-            length = torch.linalg.vector_norm(self.X, dim=(1, 2))
-            self.trace = length.square() * scale
+        norm = torch.linalg.vector_norm
+        length = norm(X, dim=(1, 2), dtype=wide(X.dtype))
+        self.trace = length.square() * scale
         self.count = torch.full_like(self.trace[0], N)
         team.sum_([self.trace, self.count], WHAT)
 
     def times(self, Z: Tensor) -> Tensor:
         """XXᵀZ of Z (h, n, w)."""
-        X = self.X
         if self.gram is not None:
             out = self.gram @ Z
         else:
-            out = X @ (X.mT @ Z) * self.scale
+            out = self.X @ (self.X.mT @ Z) * self.scale
         if self.team.many:
             self.team.sum_([out], WHAT)
         return out
@@ -189,8 +182,7 @@ def _basis(Z: Tensor) -> Tensor:
     which a GPU would wait.
     """
     if Z.is_cpu:
-        Q: Tensor = torch.linalg.qr(Z.nan_to_num(0, 0, 0)).Q
-        return Q
+        return torch.linalg.qr(Z.nan_to_num(0, 0, 0)).Q  # type: ignore[no-any-return]
     return orthonormal(orthonormal(Z.to(widest(Z)))).to(Z.dtype)
 
 
@@ -208,7 +200,6 @@ def _ordered(Z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     if exactly(S, S.shape[-1]):
         s, W = eigh(S)
         return s, Z @ W
-    s, order = (
-        S.diagonal(dim1=-2, dim2=-1).clamp_min(0).sort(-1, descending=True)
-    )
+    s = S.diagonal(dim1=-2, dim2=-1).clamp_min(0)
+    s, order = s.sort(-1, descending=True)
     return s, Z.gather(-1, order[:, None].expand_as(Z))

@@ -46,7 +46,7 @@ from seng.metrics.metric import (
     PowerSolver,
     State,
 )
-from seng.metrics.sharded_power import ShardedPower, sharded
+from seng.metrics.sharded_power import sharded
 
 SHIFTS = 6  # that a factorization tries
 
@@ -75,19 +75,19 @@ class PowerState(State):
         return power if self.place is None else power.spread(self.place)
 
     @abstractmethod
-    def summary(self) -> tuple[Tensor, Tensor, Tensor]:
-        """C's largest eigenvalue, its trace, and its mean eigenvalue."""
+    def summary(self) -> tuple[Tensor, Tensor]:
+        """C's largest eigenvalue, and its trace."""
 
     def at(self, damping: float) -> PowerSolver:
         return PowerSolver(self.to_power(-1.0))
 
     def fine(self) -> Tensor:
-        _, trace, _ = self.summary()
+        _, trace = self.summary()
         return trace.isfinite()
 
     def spectrum(self, damping: float | None) -> tuple[Any, Any, Any]:
-        largest, trace, _ = map(float, self.summary())
-        return largest, trace, None
+        largest, trace = self.summary()
+        return float(largest), float(trace), None
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,9 @@ class DiagonalPower:
         """The same of this rank's numbers."""
         return DiagonalPower(place.cut(self.weights))
 
-    def of(self, U: Operator, rank: int) -> Operator:
+    def of(self, U: Operator) -> Operator:
         """P^e U."""
         return U.weighted(self.weights)
-
-    def beside(self, Z: Operator) -> None:
-        """It has no large product to share with those of Z."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +121,8 @@ class DiagonalState(PowerState):
     def fits(self, shape: Shape) -> bool:
         return self.v.numel() == math.prod(shape)
 
-    def summary(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.v.max(), self.v.sum(), self.v.mean()
+    def summary(self) -> tuple[Tensor, Tensor]:
+        return self.v.max(), self.v.sum()
 
     def to_power(self, exponent: float) -> DiagonalPower:
         mean = self.v.mean()
@@ -151,14 +148,10 @@ class KroneckerPower:
         X = torch.baddbmm(
             X, self.V_G, torch.bmm(self.V_G.mT, X).mul_(self.w_G)
         )
-        X = torch.baddbmm(
-            X, torch.bmm(X, self.V_A).mul_(self.w_A), self.V_A.mT
-        )
+        X = _along(X, self.V_A, self.w_A)
         return X.mul_(self.c).reshape(-1)
 
-    def spread(self, place: Place) -> ShardedPower:
-        """The same of this rank's numbers."""
-        return sharded(self, place)
+    spread = sharded  # the same of this rank's numbers
 
     def beside(self, Z: Operator) -> Beside | None:
         """P^e z − Zb by products that both share, for a Z of factors."""
@@ -173,19 +166,15 @@ class KroneckerPower:
     def rows(self, Y: Tensor) -> Tensor:
         """P^e of each row of Y (k, n)."""
         h, n_G, _ = self.V_G.shape
-        X = Y.view(len(Y) * h, n_G, -1)
-        V, w = _repeated(self.V_G, len(Y)), _repeated(self.w_G, len(Y))
-        X = torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(w))
-        X = X.view(len(Y), h, n_G, -1).transpose(0, 1).flatten(1, 2)
-        along = torch.bmm(X, self.V_A).mul_(self.w_A)
-        X = X.baddbmm_(along, self.V_A.mT).mul_(self.c)
-        return X.view(h, len(Y), -1).transpose(0, 1).flatten(1)
+        X = Y.view(len(Y), h, n_G, -1)
+        X = _along_factors(X, self.V_G, self.w_G.mT)
+        X = _along_factors(X.mT, self.V_A, self.w_A).mT
+        return (X * self.c).flatten(1)
 
-    def of(self, U: Operator, rank: int) -> Operator:
-        """P^e U: of factors where those of this rank are fewer numbers than columns."""
-        n_G = self.V_G.shape[1]
-        n_A = self.V_A.shape[1]
-        fewer = min(U.kappa, rank) * (n_G + n_A) < n_G * n_A
+    def of(self, U: Operator) -> Operator:
+        """P^e U: of factors where those are fewer numbers than columns."""
+        _, n_G, n_A = U.shape
+        fewer = U.kappa * (n_G + n_A) < n_G * n_A
         if not (fewer and U.factored):
             return U.mapped(self.rows)
         return U.through(self._of_factors)
@@ -247,11 +236,6 @@ def _along_factors(X: Tensor, V: Tensor, w: Tensor) -> Tensor:
     return rows.view(h, samples, r, n).permute(1, 0, 3, 2)
 
 
-def _repeated(X: Tensor, count: int) -> Tensor:
-    """X (h, …) so many times, one after the other."""
-    return X.expand(count, *X.shape).flatten(0, 1)
-
-
 @dataclass(frozen=True)
 class KroneckerState(PowerState):
     """C = C_G ⊗ C_A."""
@@ -266,11 +250,10 @@ class KroneckerState(PowerState):
         own = *self.G.V.shape[:2], self.A.V.shape[1]
         return own == shape
 
-    def summary(self) -> tuple[Tensor, Tensor, Tensor]:
+    def summary(self) -> tuple[Tensor, Tensor]:
         largest = self.G.s.amax(1) * self.A.s.amax(1)  # of each group
         trace = self.G.trace * self.A.trace
-        mean = self.G.average * self.A.average
-        return largest.max(), trace.sum(), mean
+        return largest.max(), trace.sum()
 
     def to_power(self, exponent: float) -> KroneckerPower:
         how = self.power, self.floor, self.noise
@@ -323,36 +306,30 @@ class Kronecker(Metric):
         known: Any = super().accepts(state)
         if known is None or known.power != self.options["power"]:
             return None
-        found: State = replace(known, **self.options)
-        return found
+        return replace(known, **self.options)  # type: ignore[no-any-return]
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         """δC + (1 − δ)C_new from the captures of all ranks."""
         options = {**self.options, "place": layer.place}
-        if layer.plan.dims.base == "diagonal":
-            return self._diagonal(layer, team, options)
         old = layer.previous
+        decay = self.curvature.decay
+        if layer.plan.dims.base == "diagonal":
+            v = layer.U.row_norms() / team.size
+            team.sum_([v], WHAT)
+            before = getattr(old, "v", None)
+            if before is not None:
+                v = before.lerp(v, 1 - decay)
+            return DiagonalState(v, **options)
         draw = layer.generator("base")
         seen_G, seen_A = moments(layer.U, team, draw)
         rank = self.curvature.rank
-        decay = self.curvature.decay
         G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
         A = updated(getattr(old, "A", None), seen_A, rank, decay, draw)
         return KroneckerState(G, A, noise(layer.precision), **options)
 
-    def _diagonal(
-        self, layer: LayerRefresh, team: Team, options: dict[str, Any]
-    ) -> DiagonalState:
-        v = layer.U.row_norms() / team.size
-        team.sum_([v], WHAT)
-        old = getattr(layer.previous, "v", None)
-        if old is not None:
-            v = old.lerp(v, 1 - self.curvature.decay)
-        return DiagonalState(v, **options)
 
-
-COLUMNS = 1  # that a side's moment is made of, for each of its rows,
-LEAST = 512  # and at least so many
+# Columns that a side's moment is made of, or as many as it has rows.
+LEAST = 512
 
 
 def moments(
@@ -368,25 +345,27 @@ def moments(
 
 
 def drawn(U: Any, first: int, draw: torch.Generator) -> Drawn:
-    """The first samples, and COLUMNS of the factors for each row; in float64 all of them.
+    """The first samples, and of the factors a column for each row; in float64 all of them.
 
     Positions of an image are many and alike, and their second moment would cost more than the layer
     itself. The columns are drawn from all samples and positions alike, so that those at the border
     keep their share.
     """
-    N = U.samples * U.kappa
+    samples, kappa = U.samples, U.kappa
+    N = samples * kappa
+    _, n_G, n_A = U.shape
     sides = []
-    for side, n in ((U.outputs, U.shape[1]), (U.inputs, U.shape[2])):
-        enough = max(LEAST, COLUMNS * n)
+    for side, n in ((U.outputs, n_G), (U.inputs, n_A)):
+        enough = max(LEAST, n)
         if enough >= N or U.dtype == torch.float64:
             sides.append(side())
             continue
         device = U.values.device
         places = torch.randint(N, (enough,), generator=draw, device=device)
-        X = side((places // U.kappa, places % U.kappa))
+        X = side((places // kappa, places % kappa))
         sides.append(X * (N / enough) ** 0.5)
     G, A = sides
-    return Drawn(U.first(first).copied(), G, A, U.samples)
+    return Drawn(U.first(first).copied(), G, A, samples)
 
 
 @dataclass(frozen=True)

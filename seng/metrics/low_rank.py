@@ -92,8 +92,8 @@ class Draft:
         if plan.form == "merged" and self.U.form != "sharded":
             return min(plan.rank, m)
         # In half precision columns are kept as a basis.
-        exact = self.sketched or plan.dims.own is not None
         columns = plan.form == "explicit" and self.layer.half
+        exact = columns and (self.sketched or plan.dims.own is not None)
         return m if columns and not exact else 0
 
 
@@ -153,14 +153,13 @@ class LowRank(Metric):
 
     def accepts(self, state: Any) -> State | None:
         known: Any = super().accepts(state)
-        if known is None or (known.P is None) != (self.base is None):
-            return None
-        P = self.base and self.base.accepts(known.P)
-        if self.base is not None and P is None:
+        P = getattr(known, "P", None)
+        if self.base is not None:
+            P = self.base.accepts(P)
+        if known is None or (P is None) != (self.base is None):
             return None
         relative = self.curvature.relative_damping
-        found: State = replace(known, relative=relative, P=P)
-        return found
+        return replace(known, relative=relative, P=P)  # type: ignore[no-any-return]
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         return self.refresh([layer], team)[0]
@@ -196,13 +195,13 @@ class LowRank(Metric):
         if layer.plan.form == "implicit":
             U = reduced_factors(U, layer.plan.rank, layer.generator)
         if self.curvature.centres and not team.pools:
-            U = centred(U, layer.roots())
+            U = centred(U, layer.roots(U))
         root: Any = None
         if P is not None:
             if layer.plan.form != "implicit" and U.by_columns:
                 U = U.explicit()  # once, for the Gram and the basis
             whole = P.to_power(-0.5)
-            U = whole.of(U, U.kappa)
+            U = whole.of(U)
             root = P.spread(whole)
         # What was captured is let go of before the next layer is taken.
         return Draft(replace(layer, U=None), P, root, U)
@@ -239,7 +238,7 @@ class LowRank(Metric):
         for d in drafts:
             layer = d.layer
             rank = layer.plan.rank
-            roots = layer.all_roots(d.U) if self.curvature.centres else None
+            roots = layer.roots(d.U) if self.curvature.centres else None
             kept = d.U, layer.counts, rank, layer.generator
             shares.append(Share(*kept, roots))
         out = []
@@ -257,7 +256,7 @@ class LowRank(Metric):
 
         Grams of one size are worked on at once.
         """
-        found: dict[int, Sequence[Tensor]] = {}
+        found: list[Any] = [None] * len(drafts)
         for same, K in by_size([d.gram for d in drafts]):
             width = max(widths[i] for i in same)
             generator = drafts[same[0]].layer.generator()
@@ -267,16 +266,18 @@ class LowRank(Metric):
             for i, largest, values, V in zip(same, *parts, strict=True):
                 k = widths[i]
                 found[i] = largest, values[:k], V[:, :k]
-        return [found[i] for i in range(len(drafts))]
+        return found
 
     def truncate(self, drafts: list[Draft], run: Run) -> None:
         """Largest eigenvalues, and UV_k in place of U where a basis is kept."""
-        widths = [d.width if d.width < len(d.gram) else 0 for d in drafts]
+        kept = [d.width for d in drafts]
+        cut = zip(kept, drafts, strict=True)
+        widths = [k if k < len(d.gram) else 0 for k, d in cut]
         leading = self.leading(drafts, widths, run)
         for i, (largest, values, V) in enumerate(leading):
             d = replace(drafts[i], top=largest)
             # Each U is let go of as soon as its basis is there.
-            drafts[i] = _basis(d, values, V, run) if d.width else d
+            drafts[i] = _basis(d, values, V, run) if kept[i] else d
 
     def averaging(self, drafts: Sequence[Draft]) -> list[int]:
         """The places of those with a last basis to be averaged with."""
@@ -285,16 +286,13 @@ class LowRank(Metric):
     def average(self, drafts: list[Draft], run: Run) -> None:
         """δM_old + (1 − δ)M_new, at most `rank` directions."""
         places = self.averaging(drafts)
-        for i in places:
-            drafts[i] = self._stacked(drafts[i])
-        stacks = [drafts[i] for i in places]
+        stacks = [self._stacked(drafts[i]) for i in places]
         widths = [d.layer.plan.rank for d in stacks]
         leading = self.leading(stacks, widths, run)
-        for i, (largest, _, V) in zip(places, leading, strict=True):
-            d = drafts[i]
+        for i, d, found in zip(places, stacks, leading, strict=True):
+            largest, _, V = found
             U = d.old.mixed(d.U, V)
-            gram = U.gram()
-            drafts[i] = replace(d, U=U, gram=gram, top=largest)
+            drafts[i] = replace(d, U=U, gram=U.gram(), top=largest)
 
     def _stacked(self, d: Draft) -> Draft:
         """√δ·U_old, in the coordinates of the new P, beside √(1−δ)·U; the Gram of both."""
@@ -321,14 +319,13 @@ class LowRank(Metric):
         relative = self.curvature.relative_damping
         out: list[State] = []
         for d in drafts:
-            largest = d.top
+            U, K, largest = d.U, d.gram, d.top
             if largest is None:
-                largest = top(d.gram[None])[0].to(d.gram.dtype)
-            U = d.U
+                largest = top(K[None])[0].to(K.dtype)
             if d.P is not None:
-                U = d.root.of(U, U.kappa)
-            kept = U, d.omega, d.gram, largest, relative, d.P
-            out.append(LowRankState(*kept, d.error))
+                U = d.root.of(U)
+            kept = U, d.omega, K, largest, relative, d.P, d.error
+            out.append(LowRankState(*kept))
         return out
 
     solvers = staticmethod(solvers_of)
@@ -371,9 +368,9 @@ def _basis(d: Draft, values: Tensor, V: Tensor, run: Run) -> Draft:
             error = deviation(Y, values.to(Y.dtype))
     largest = None if d.sketched else d.top
     U = Merged.of(Y, d.U.shape, d.layer.half)
-    gram = U.gram()
-    known = replace(d, U=U, gram=gram, top=largest, error=error)
-    return replace(known, omega=IDENTITY)
+    return replace(
+        d, U=U, omega=IDENTITY, gram=U.gram(), top=largest, error=error
+    )
 
 
 def reduced_factors(U: Operator, rank: int, generator: Draw) -> Operator:

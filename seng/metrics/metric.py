@@ -96,7 +96,7 @@ class Plan:
     form: str  # explicit, implicit, lookup, merged, or a metric's own
     rank: int
     why: str
-    roots: int = 0  # of samples' weights, kept to centre by
+    centred: bool = False  # by roots of samples' weights, beside factors
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -125,7 +125,10 @@ class Plan:
             r_A = min(d.base_rank, n_A)
             vectors = n_G * r_G + n_A * r_A
             of_base = h * (vectors + 2 * (r_G + r_A) + 3) + 2
-        return count * size * itemsize + of_base * d.itemsize + 8 * self.roots
+        of_roots = 0  # columns are centred themselves
+        if self.centred and self.form in ("implicit", "lookup"):
+            of_roots = 8 * d.samples
+        return count * size * itemsize + of_base * d.itemsize + of_roots
 
     @property
     def flops(self) -> int:
@@ -192,24 +195,19 @@ def _plans(dims: Sequence[Dims], c: Curvature, pooled: bool) -> list[Plan]:
 
 
 def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
-    if c.columns is not None:
-        d = replace(d, samples=min(d.samples, c.columns))
+    most = c.columns
+    if most is not None:
+        d = replace(d, samples=min(d.samples, most))
     form, rank, why = _form(d, c, pooled)
     if c.base is None:
-        return Plan(d, form, rank, why, _roots(d, form, c))
+        return Plan(d, form, rank, why, c.centres)
     d = d.based(c.base.rank)
     # In the coordinates of P, factors may be no fewer numbers than columns.
     shrinks = d.factored and d.sides * min(rank, d.kappa) < d.n
     if form == "implicit" and not shrinks:
         form = "explicit"
         why = f"{why}; as columns, since a {d.base} base leaves no smaller factors"
-    return Plan(d, form, rank, why, _roots(d, form, c))
-
-
-def _roots(d: Dims, form: str, c: Curvature) -> int:
-    """How many roots of weights a centred layer keeps; columns are centred themselves."""
-    kept = c.centres and form in ("implicit", "lookup")
-    return d.samples if kept else 0
+    return Plan(d, form, rank, why, c.centres)
 
 
 def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
@@ -218,11 +216,8 @@ def _form(d: Dims, c: Curvature, pooled: bool) -> tuple[str, int, str]:
     width = width if c.decay else min(width, d.samples)
     if pooled:
         width = min(d.samples, d.n) if c.form == "explicit" else width
-        return (
-            "merged",
-            width,
-            f"k = {width} directions, the same on all ranks",
-        )
+        why = f"k = {width} directions, the same on all ranks"
+        return "merged", width, why
     if d.own is not None:
         return _own_form(d, d.own, c)
     if c.form != "auto":
@@ -264,13 +259,12 @@ def paper_form(d: Dims, threshold: int) -> tuple[str, str]:
     """Algorithm 1: implicit if the layer is large and its factors are the smaller."""
     if d.n < threshold:
         return "explicit", f"n < 𝒯 = {threshold:,}"
-    if d.n <= d.sides * d.kappa:
+    factors = d.sides * d.kappa
+    if d.n <= factors:
         why = "n ≤ (n_G + n_A)κ: the factors would be larger than the gradient"
         return "explicit", why
-    return (
-        "implicit",
-        f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {d.sides * d.kappa:,}",
-    )
+    why = f"n ≥ 𝒯 = {threshold:,} and n > (n_G + n_A)κ = {factors:,}"
+    return "implicit", why
 
 
 def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
@@ -290,8 +284,7 @@ def _network_plans(dims: Sequence[Dims], c: Curvature) -> list[Plan]:
         form = paper_form(d, c.threshold)[0] if auto else c.form
         rank = max(c.rank, d.kappa) if auto else c.rank
         why = "all samples of the whole network"
-        form = d.own or form
-        plans.append(Plan(d, form, rank, why, _roots(d, form, c)))
+        plans.append(Plan(d, d.own or form, rank, why, c.centres))
     return plans
 
 
@@ -354,22 +347,18 @@ class LayerRefresh:
         counts = [_share(*size) for size in sizes]
         return replace(self, U=U, samples=kept, counts=counts, totals=totals)
 
-    def roots(self) -> Tensor:
-        """The roots of this rank's weights, 1/√ϱ for each column of U."""
-        return _roots_of(self.U, self.U.samples, self.samples)
-
-    def all_roots(self, like: Operator) -> Tensor:
-        """Those of all ranks' columns, of which each rank has the same weight."""
-        ranks = zip(self.counts, self.totals, strict=True)
-        parts = [_roots_of(like, *rank) for rank in ranks]
-        out: Tensor = torch.cat(parts) / len(parts) ** 0.5
-        return out
-
-
-def _roots_of(like: Operator, count: int, samples: int) -> Tensor:
-    values: Tensor = like.values
-    root = max(1, samples) ** -0.5
-    return values.new_full((count,), root, dtype=widest(values))
+    def roots(self, U: Operator) -> Tensor:
+        """The roots of the weights of U's columns, 1/√ϱ each; of several ranks' columns, each
+        rank having the same weight.
+        """
+        values: Tensor = U.values
+        ranks = len(self.counts)
+        parts = []
+        for count, total in zip(self.counts, self.totals, strict=True):
+            root = (ranks * max(1, total)) ** -0.5
+            part = values.new_full((count,), root, dtype=widest(values))
+            parts.append(part)
+        return torch.cat(parts)
 
 
 def _share(count: int, kept: int, total: int) -> int:

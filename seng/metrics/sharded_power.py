@@ -36,15 +36,11 @@ class ShardedPower:
         """P^e of each row of Y (k, n of this rank)."""
         sums = self.sums(Y)
         self.team.sum_(sums, ADDING)
-        found: Tensor = self(Y, *sums)
-        return found
+        return self(Y, *sums)  # type: ignore[no-any-return]
 
-    def of(self, U: Operator, rank: int) -> Operator:
+    def of(self, U: Operator) -> Operator:
         """P^e U of a spread U."""
         return U.mapped(self.rows)
-
-    def beside(self, Z: Operator) -> None:
-        """A spread Z is a basis, without factors."""
 
 
 @dataclass(frozen=True)

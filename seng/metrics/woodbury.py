@@ -89,10 +89,10 @@ class LowRankSolver:
 
 
 def coefficients(inverse: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """b from c = Ξᵀξ (…, ϱ), and whether it is finite (…); 0 where it is not."""
+    """b from c = Ξᵀξ (…, ϱ), 0 where it is not finite, and where that is (…)."""
     b = (inverse @ c.to(inverse.dtype)[..., None])[..., 0]
-    fine = b.isfinite().all(-1)
-    return torch.where(fine[..., None], b, 0).to(c.dtype), fine
+    failed = ~b.isfinite().all(-1)
+    return b.masked_fill(failed[..., None], 0).to(c.dtype), failed
 
 
 def together(
@@ -105,61 +105,54 @@ def together(
     Over P as long as g, unless that waits for a mean over ranks. In float64 over λI refined once:
     g may lie nearly in the span of U, and the difference cancels.
     """
-    ds, fine = _corrected(solvers, gs, pool)
+    ds, failed = _corrected(solvers, gs, pool)
     double = gs[0].dtype == torch.float64
     if double and all(s.U.exact and s.base is None for s in solvers):
         rests = []
         pairs = zip(solvers, ds, strict=True)
         cs = pool([[s.project(d)] for s, d in pairs])
-        for s, g, d, (c,), ok in zip(solvers, gs, ds, cs, fine, strict=True):
+        for s, g, d, (c,), bad in zip(
+            solvers, gs, ds, cs, failed, strict=True
+        ):
             rest = g - d - s.U.mv(c / s.lam)  # of (I + UΞᵀΩ/λ) d = g
             # An inverse of zeros: no curvature.
-            ok = ok & rest.isfinite().all() & s.inverse.any()
-            rests.append(torch.where(ok, rest, 0))
+            fine = rest.isfinite().all() & s.inverse.any()
+            rests.append(torch.where(fine & ~bad, rest, 0))
         more, _ = _corrected(solvers, rests, pool)
         ds = [d + m for d, m in zip(ds, more, strict=True)]
-    counts = [s.failures for s in solvers]
-    torch._foreach_add_(counts, [~ok for ok in fine])
-    grafts = [i for i, s in enumerate(solvers) if s.grafts]
-    if grafts:
-        _graft(ds, gs, grafts, pool)
+    torch._foreach_add_([s.failures for s in solvers], failed)
+    if solvers[0].grafts:  # as all do
+        _graft(ds, gs, pool)
     return ds
 
 
-def _graft(
-    ds: list[Tensor], gs: Sequence[Tensor], places: list[int], pool: Pool
-) -> None:
-    """Those at these places become as long as g."""
-    vectors = [ds[i] for i in places]
-    lengths = torch.stack(
-        torch._foreach_norm([*vectors, *[gs[i] for i in places]])
-    )
+def _graft(ds: list[Tensor], gs: Sequence[Tensor], pool: Pool) -> None:
+    """Each d becomes as long as its g."""
+    lengths = torch.stack(torch._foreach_norm([*ds, *gs]))
     if pool is not list:  # some are spread over ranks
         # In a precision where none underflows.
-        pairs = lengths.to(widest(lengths)).square().view(2, -1).unbind(1)
-        squares: list[list[Tensor]] = [[] for _ in ds]
-        for i, pair in zip(places, pairs, strict=True):
-            squares[i] = [pair]
-        sums = [pair for parts in pool(squares) for pair in parts]
-        lengths = torch.stack(sums, 1).sqrt().to(lengths.dtype)
-    scales = ratio(*lengths.view(2, -1)).unbind()
-    torch._foreach_mul_(vectors, scales)
+        squares = lengths.to(widest(lengths)).square().view(2, -1)
+        sums = pool([[pair] for pair in squares.unbind(1)])
+        added = torch.stack([pair for (pair,) in sums], 1)
+        lengths = added.sqrt().to(lengths.dtype)
+    scales = ratio(*lengths.view(2, -1))
+    torch._foreach_mul_(ds, scales.unbind())
 
 
 def _corrected(
     solvers: Sequence[LowRankSolver], gs: Sequence[Tensor], pool: Pool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """P⁻¹g − Ub of each layer, and whether b is finite."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    """P⁻¹g − Ub of each layer, and whether b is not finite."""
+    ds = list(gs)
+    failed = list(gs)
     sums = pool([s.sums(g) for s, g in zip(solvers, gs, strict=True)])
     for same, cores in by_size([s.inverse for s in solvers]):
         c = torch.stack([sums[i][0] for i in same])
-        for i, b, ok in zip(same, *coefficients(cores, c), strict=True):
+        for i, b, bad in zip(same, *coefficients(cores, c), strict=True):
             g = gs[i]
-            d = solvers[i].corrected(g, b.to(g.dtype), sums[i][1:])
-            found[i] = d, ok
-    ds, fine = zip(*[found[i] for i in range(len(gs))], strict=True)
-    return [*ds], [*fine]
+            ds[i] = solvers[i].corrected(g, b.to(g.dtype), sums[i][1:])
+            failed[i] = bad
+    return ds, failed
 
 
 def by_size(matrices: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
@@ -175,7 +168,7 @@ def solvers_of(
     states: Sequence[Any], dampings: Sequence[float], run: Run = directly
 ) -> list[LowRankSolver]:
     """The solver of each state at its λ; Grams of one size are factorized at once."""
-    found: dict[int, LowRankSolver] = {}
+    found: list[Any] = [None] * len(states)
     for same, K in by_size([state.gram for state in states]):
         top = torch.stack([states[i].top for i in same])
         given = [dampings[i] for i in same]
@@ -186,7 +179,7 @@ def solvers_of(
         for i, one, core in zip(same, *parts, strict=True):
             # Without the memory of the others.
             found[i] = states[i].solver(one.clone(), core.clone())
-    return [found[i] for i in range(len(states))]
+    return found
 
 
 def inverses(
@@ -278,7 +271,8 @@ class LowRankState(State):
             # H goes into the small matrix, once for all steps.
             inverse = U.about_mean(U.about_mean(inverse).T)
             U = Xi = U.U
-        beside = self.inverse and self.inverse.beside(U)
+        shared = getattr(self.inverse, "beside", None)
+        beside = shared and shared(U)
         found = inverse, self.inverse, self.failures, self.P is not None
         return LowRankSolver(U, self.omega, Xi, lam, *found, beside)
 
