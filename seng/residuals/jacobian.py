@@ -234,8 +234,9 @@ def find_layout(part: TermJacobian) -> Layout | str:
 def exact_factor(measured: float, B: int, tolerance: float) -> float:
     """The factor without rounding, which another batch rounds otherwise: 1, 1/B, B or a root."""
     for power in (0.0, -1.0, -0.5, 1.0, 0.5):
-        if abs(measured / B**power - 1) < tolerance:
-            return B**power
+        exact = float(B**power)
+        if abs(measured / exact - 1) < tolerance:
+            return exact
     return measured
 
 
