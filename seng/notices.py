@@ -26,27 +26,27 @@ class Notices:
         """Parameters without curvature, and why."""
         if reasons:
             listing = listed(reasons)
-            self._refuse(
+            self.refuse(
                 "uncovered",
                 f"these parameters take the plain gradient: {listing}",
             )
 
     def plain(self, layer: str, why: str) -> None:
-        self._refuse(layer, f"layer '{layer}' takes the plain gradient: {why}")
+        self.refuse(layer, f"layer '{layer}' takes the plain gradient: {why}")
 
     def dropped(self, layer: str) -> None:
-        message = (
+        self.once(
+            f"{layer} dropped",
             f"layer '{layer}': a refresh was dropped, its captures are not finite (see "
-            "diagnostics())"
+            "diagnostics())",
         )
-        self.once(f"{layer} dropped", message)
 
     def failed(self, layer: str, solves: int) -> None:
-        message = (
+        self.once(
+            f"{layer} failed",
             f"layer '{layer}': {solves} solves failed and took the plain gradient (see "
-            "diagnostics())"
+            "diagnostics())",
         )
-        self.once(f"{layer} failed", message)
 
     def partial(self, layer: str, cosine: float) -> None:
         """The samples do not add up to the gradient."""
@@ -66,7 +66,7 @@ class Notices:
             "has its own: the next step refreshes it",
         )
 
-    def _refuse(self, key: str, message: str) -> None:
+    def refuse(self, key: str, message: str) -> None:
         if self.strict:
             raise ValueError(f"strict=True: {message}")
         self.once(key, message)

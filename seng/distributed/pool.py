@@ -80,26 +80,20 @@ def pooled(
     if cut:
         _find_directions(team, cut, sketch)
     parts = [share.part(team.rank) for share in shares]
-    if not half or not team.many:
+    if half and team.many:
+        largest = [Y.abs().amax() for Y in parts]
+        sizes = torch.stack(largest).nan_to_num(0, 0, 0)
+        team.sum_([sizes], "comparing the ranks' bases")
+        scales = torch.where(sizes > 0, sizes, 1).unbind()
+        small = [Y.div(c).half() for Y, c in zip(parts, scales, strict=True)]
+        team.sum_(small, ADDING)
+        parts = [Y.to(c.dtype) * c for Y, c in zip(small, scales, strict=True)]
+    else:
         team.sum_(parts, ADDING)
-        return _centred(shares, parts)
-    largest = [Y.abs().amax() for Y in parts]
-    sizes = torch.stack(largest).nan_to_num(0, 0, 0)
-    team.sum_([sizes], "comparing the ranks' bases")
-    scales = torch.where(sizes > 0, sizes, 1).unbind()
-    small = [Y.div(c).half() for Y, c in zip(parts, scales, strict=True)]
-    team.sum_(small, ADDING)
-    parts = [Y.to(c.dtype) * c for Y, c in zip(small, scales, strict=True)]
-    return _centred(shares, parts)
-
-
-def _centred(shares: list[Share], parts: list[Tensor]) -> list[Tensor]:
-    """All columns about their mean, where all are kept."""
-    out = []
-    for s, Y in zip(shares, parts, strict=True):
-        whole = s.V is None and s.roots is not None
-        out.append(differing(Y, s.roots) if whole else Y)  # type: ignore[arg-type]
-    return out
+    for i, share in enumerate(shares):
+        if share.V is None and share.roots is not None:  # all columns are kept
+            parts[i] = differing(parts[i], share.roots)
+    return parts
 
 
 def _find_directions(

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from seng.distributed.team import Team
 from seng.layers.sites import (
-    Segment,
     Segments,
     Site,
     is_sharded,
@@ -125,11 +124,13 @@ def from_parts(
 
 
 def in_use(site: Site, grads: Any) -> bool:
-    """Whether a gradient has reached any rank's part of a spread site."""
+    """Whether a gradient has reached a site, on any rank that has a part of it."""
+    reached = site.in_use(grads)
+    if not site.sharded:
+        return reached
     lead = site.lead
-    reached = [site.in_use(grads)]
     what = "looking at gradients"
-    return [1] in holders(lead).gathered(reached, lead.device, what)
+    return [1] in holders(lead).gathered([reached], lead.device, what)
 
 
 def spread_basis(site: Site, active: Segments, Y: Tensor) -> Operator:
@@ -159,7 +160,12 @@ class Place:
     def by_rows(self) -> bool:
         """Whether they are whole rows of the layer's one matrix."""
         h, n_G, _ = self.site.shape(self.active)
-        return h == 1 and all(_by_rows(s, n_G) for s in self.active)
+        for s in self.active:
+            placements: Any = s.param.placements  # type: ignore[attr-defined]
+            dims = {kind.dim for kind in placements if kind.is_shard()}
+            if dims - {0} or not s.in_order or s.param.shape[0] != n_G:
+                return False
+        return h == 1
 
     def rows(self, V: Tensor) -> Tensor:
         """This rank's rows of V (n_G, r), where it has whole rows."""
@@ -168,10 +174,3 @@ class Place:
     def cut(self, z: Tensor) -> Tensor:
         """This rank's numbers of z (n,)."""
         return _cut(self.site, self.active, z[None]).Y[0]
-
-
-def _by_rows(s: Segment, n_G: int) -> bool:
-    """Whether a rank has rows of a parameter that are rows of the matrix."""
-    placements = s.param.placements  # type: ignore[attr-defined]
-    first = all(kind.dim == 0 for kind in placements if kind.is_shard())
-    return first and s.in_order and s.param.shape[0] == n_G

@@ -117,12 +117,6 @@ class Team:
         self._send(what, dist.all_to_all_single, came, sent, due, to)
         return came
 
-    def from_first(self, tensors: list[Tensor], what: str) -> None:
-        """Each tensor becomes the first rank's: the others add zeros to it."""
-        for t in tensors if self.rank else ():
-            t.zero_()
-        self.sum_(tensors, what)
-
 
 ALONE = Team()
 
@@ -176,6 +170,7 @@ Tensors = dict[Any, Tensor]  # by parameter
 class SiteCensus(NamedTuple):
     """What the ranks have captured of a layer."""
 
+    look: Any  # this rank's own
     counts: list[int]  # samples on every rank
     samples: int  # on all of them
     kappa: int  # positions per sample, at most
@@ -220,9 +215,8 @@ class Shared:
             lines.append(("layers", f"{site.name} {shapes}"))
         told = self.team.told((lines, own), "meeting the other ranks")
         for rank, (others, _) in enumerate(told):
-            for (key, value), (_, first) in zip(
-                others, told[0][0], strict=False
-            ):
+            both = zip(others, told[0][0], strict=False)
+            for (key, value), (_, first) in both:
                 if value != first:
                     raise ValueError(
                         f"rank {rank} differs from rank 0 in its {key}: {value} where rank 0 has "
@@ -275,14 +269,9 @@ class Shared:
             if mismatch is None and -1 in codes:
                 mismatch = f"on rank {codes.index(-1)} dimension 0 of its input is not the sample"
             counts = [max(0, code - 1) for code in codes]
-            captured = max(codes) > 0
-            sites.append(
-                SiteCensus(
-                    counts, sum(counts), max(kappas), captured, mismatch
-                )
-            )
-        most = samples.limit
-        taken = [min(total, most) for total in totals]
+            found = sum(counts), max(kappas), max(codes) > 0, mismatch
+            sites.append(SiteCensus(look, counts, *found))
+        taken = [min(total, samples.limit) for total in totals]
         return Census(taken, any(halves), sites)
 
     def loaded(self, state: list[int], device: torch.device) -> bool:
@@ -317,7 +306,9 @@ class Shared:
             if len(widths) > 1:
                 anew.append(i)
             elif seen.count(seen[0]) < len(seen):
-                self.team.from_first(tensors, "sharing a basis")
+                if self.team.rank:
+                    torch._foreach_zero_(tensors)
+                self.team.sum_(tensors, "sharing a basis")
                 states[i].follow()
         return anew
 

@@ -137,9 +137,9 @@ class Recorder:
 
         The function must not wait for the device, and must depend on nothing but its arguments.
         """
-        call = partial(directly, function, **constants)
         if self.make_graph is None:
-            return call(*args)
+            return list(function(*args, **constants))
+        call = partial(directly, function, **constants)
         inputs = list(_tensors(args))
         waits = any(getattr(arg, "waits", False) for arg in args)
         elsewhere = any(t.device != self.device for t in inputs)

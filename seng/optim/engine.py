@@ -17,7 +17,7 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from seng.distributed.sharded import check_placements
+from seng.distributed.sharded import check_placements, in_use
 from seng.distributed.team import strategy_of
 from seng.gpu.recorder import Recorder, settle
 from seng.layers.kinds import ON_REQUEST
@@ -27,7 +27,7 @@ from seng.linalg.memory import memory_budget
 from seng.linalg.operators import Operator
 from seng.metrics.metric import site_dims
 from seng.notices import Notices, listed
-from seng.optim.refresh import captured_layers, in_use, install
+from seng.optim.refresh import captured_layers, install
 from seng.optim.settings import Clock, Settings, StepCache
 from seng.optim.step_plan import (
     Dampings,
@@ -41,6 +41,7 @@ from seng.optim.step_plan import (
     plan_of,
 )
 from seng.recipes.recipe import RECIPES
+from seng.tell.diagnostics import describe
 from seng.tell.state import load_record, save_record
 
 Params = Sequence[nn.Parameter]
@@ -130,32 +131,28 @@ class Engine:
         account = dict(vars(self.settings))
         account["metric"] = repr(account.pop("metric"))
         budget = memory_budget(self.settings.curvature.memory, self.module)
-        own = {"seed": self.clock.seed, "budget": budget}
-        told = self.strategy.meet(sites, account, own)
-        self.clock.seed = told[0]["seed"]
-        budgets = [other["budget"] for other in told]
+        told = self.strategy.meet(sites, account, (self.clock.seed, budget))
+        seeds, budgets = zip(*told, strict=True)
+        self.clock.seed = seeds[0]
         self.budget = None if budget is None else min(budgets)
 
     def _collector(self) -> Collector:
-        c, size = self.settings.curvature, self.strategy.team.size
+        c = self.settings.curvature
+        limit = c.samples
+        if c.base is not None and c.fisher == "empirical":
+            limit = None  # a base has all samples that there are
+        if limit is not None:
+            limit = -(-limit // self.strategy.team.size)  # ϱ/𝓜
         return Collector(
             self.module,
             self.sites,
-            limit=self._limit(size),
+            limit=limit,
             keep=WeakMethod(self._keep),
             fisher=c.fisher,
             loss=c.assumed,
-            stream=partial(_stream, self.clock),
+            stream=self.clock.stream,
             per_sample=self.metric.per_sample,
         )
-
-    def _limit(self, ranks: int) -> int | None:
-        """How many samples of this rank are captured: a base has all that there are."""
-        c = self.settings.curvature
-        based = c.base is not None and c.fisher == "empirical"
-        if c.samples is None or based:
-            return None
-        return -(-c.samples // ranks)  # ϱ/𝓜
 
     @property
     def refresh_due(self) -> bool:
@@ -212,9 +209,10 @@ class Engine:
         used = [record for record in self.records if record.uses(grads)]
         stale = {}
         for record in used:
-            wanted = id(record.state), record.site.damping(dampings)
-            if record.solved != wanted or self.metric.together:
-                stale[record.index] = wanted
+            lam = record.site.damping(dampings)
+            known = record.solved == (id(record.state), lam)
+            if self.metric.together or not known:
+                stale[record.index] = lam
         if stale:
             self._solve_anew(stale)
         old = self.cache.plan
@@ -222,19 +220,20 @@ class Engine:
             return old
         return plan_of(used, grads, self.metric, updates, traced)
 
-    def _solve_anew(self, stale: dict[int, Any]) -> None:
+    def _solve_anew(self, stale: dict[int, float]) -> None:
         """New solvers for layers whose state or damping has changed."""
-        records = [self.records[i] for i in stale]
-        states = [record.state for record in records]
-        lams = [lam for _, lam in stale.values()]
+        states = [self.records[i].state for i in stale]
+        lams = [*stale.values()]
         found: Any = self.metric.solvers(states, lams, self.recorder)
-        if self.metric.pools and self.strategy.averages:
-            based: list[Any] = [*found]
-            found = [replace(solver, grafts=False) for solver in based]
-        for record, solver in zip(records, found, strict=True):
-            new = settle(record.solver, solver) if self.on_gpu else solver
-            record.solver, record.solved = new, stale[record.index]
-            record.dtype = record.state.dtype or record.site.dtype
+        for i, state, solver in zip(stale, states, found, strict=True):
+            record = self.records[i]
+            if self.metric.pools and self.strategy.averages:
+                solver = replace(solver, grafts=False)
+            if self.on_gpu:
+                solver = settle(record.solver, solver)
+            record.solver = solver
+            record.solved = id(state), stale[i]
+            record.dtype = state.dtype or record.site.dtype
 
     def _bare(self, grads: Gradients) -> bool:
         """Layers in use without curvature ask for a refresh; whether any is left."""
@@ -296,10 +295,9 @@ class Engine:
         clock.missed = sum(seen.totals) == 0
         places, layers = captured_layers(self, grads, seen, dampings)
         if self.metric.together and places:
-            for (
-                record
-            ) in self.records:  # a layer not reached is of another whole
-                record.state = record.state if record.index in places else None
+            for record in self.records:
+                if record.index not in places:  # it is of another whole
+                    record.state = None
         self.timer = Timer(self.device)
         with self.timer:
             states = self.metric.refresh(
@@ -314,12 +312,6 @@ class Engine:
         if succeeded:
             clock.last_refresh = clock.steps
         return succeeded
-
-    def take_plain(self, i: int, why: str) -> None:
-        """A layer takes the plain gradient from now on."""
-        record = self.records[i]
-        self.notices.plain(record.site.name, why)
-        record.state, record.refused, record.owed = None, why, False
 
     def _keep(self, site: Site, U: Operator) -> Operator:
         """What of a capture waits until step()."""
@@ -339,7 +331,7 @@ class Engine:
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
         """Per layer, from its last refresh."""
-        return {r.site.name: r.describe() for r in self.records}
+        return {r.site.name: describe(r) for r in self.records}
 
     def state(self) -> Saved:
         """Everything to continue from, as nested dictionaries of tensors.
@@ -368,8 +360,8 @@ class Engine:
             entry = state.get(site.lead, {})
             if "step" in entry:
                 clock.steps = int(entry["step"])
-                clock.seed = int(entry.get("seed", clock.seed))
-                missed = bool(entry.get("missed", False))
+                clock.seed = int(entry["seed"])
+                missed = bool(entry["missed"])
             record = LayerRecord(i, site)
             load_record(record, site, entry, self.metric)
             self.records.append(record)
@@ -398,8 +390,3 @@ def _identity(site: Site) -> Any:
     """Equal for layers that were found again."""
     layers = [(member.module, member.kind) for member in site.members]
     return (*layers, *[segment.param for segment in site.segments])
-
-
-def _stream(clock: Clock, call: int) -> int:
-    """The seed of one call of the module since the last step."""
-    return hash((clock.seed, clock.steps, call)) % 2**63

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from seng.optim.step_plan import Directions, Gradients
-from seng.recipes.recipe import momentum_buffer
+from seng.recipes.recipe import momentum_buffers
 
 
 def readable(groups: list[dict[str, Any]]) -> bool:
@@ -73,7 +73,7 @@ class FusedStep:
         buffers = [self.state[p].get("momentum_buffer") for p in self.params]
         if now != self.checked or not all(map(is_, buffers, self.buffers)):
             buffers = [
-                momentum_buffer(self.state[p], p) if momenta[i] else None
+                momentum_buffers(self.state, [p])[0] if momenta[i] else None
                 for p, i in zip(self.params, self.group_of, strict=True)
             ]
             pairs = zip(self.params, buffers, strict=True)

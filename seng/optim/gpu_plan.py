@@ -28,7 +28,6 @@ class GpuPlan(StepPlan):
     ) -> None:
         super().__init__(solves)
         self.given = _given(solves, grads)
-        self.kept = [s.solver for s in solves]  # so that no other has its id
         items = _items(solves, grads)
         self.members = [s for s in solves if s.index in items]
         rest = [s for s in solves if s.index not in items]

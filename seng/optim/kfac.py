@@ -10,8 +10,6 @@ Martens 2016): dense factors, power 1, Tikhonov's damping, at the method's own l
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
@@ -20,11 +18,7 @@ from seng.layers.sites import is_sharded
 from seng.metrics.choose import metric_of
 from seng.metrics.curvature import Damp, Kronecker
 from seng.optim.preconditioned import Preconditioned
-from seng.optim.settings import (
-    REFRESH_EVERY,
-    Settings,
-    check_common,
-)
+from seng.optim.settings import REFRESH_EVERY, Settings, settings_of
 from seng.recipes.recipe import recipe_of
 
 # With lr 0.1 the best of 0.001 to 1 on digits, few seeds; lr ≈ λ/10 to λ/3.
@@ -74,32 +68,40 @@ class KFAC(Preconditioned):
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
     ) -> None:
-        asked = Kronecker(power, rank, floor, decay, damp)
-        options = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "betas": betas,
-            "eps": eps,
-        }
-        options |= _damping_of(damp, damping)
-        super().__init__(params, module, recipe, options)
-        common: dict[str, Any] = {
-            "refresh_every": refresh_every,
-            "recipe": recipe,
-            "strategy": strategy,
-            "sample_dim": sample_dim,
-            "strict": strict,
-        }
-        _check(self.module, **common)
-        self._check_ranks(damp, strategy)
-        settings = Settings(metric_of(asked), **common, name="KFAC")
+        metric = metric_of(Kronecker(power, rank, floor, decay, damp))
+        super().__init__(
+            params,
+            module,
+            recipe,
+            lr=lr,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            momentum=momentum,
+            nesterov=nesterov,
+            betas=betas,
+            eps=eps,
+            damping=_damping_of(damp, damping),
+        )
+        settings = settings_of(
+            metric,
+            self.module,
+            name="KFAC",
+            recipe=recipe,
+            refresh_every=refresh_every,
+            strategy=strategy,
+            sample_dim=sample_dim,
+            strict=strict,
+        )
+        self._check(damp, settings)
         self._build(settings)
 
-    def _check_ranks(self, damp: Damp, strategy: str | None) -> None:
-        team = team_of(strategy, self.module)
+    def _check(self, damp: Damp, settings: Settings) -> None:
+        if recipe_of(settings.recipe).paper:
+            raise ValueError(
+                f"KFAC: recipe={settings.recipe!r} divides by the λ of SENG over λI; use "
+                "another recipe, or SENG(model, **seng.presets.paper())"
+            )
+        team = team_of(settings.strategy, self.module)
         if damp == "tikhonov" and team.many:
             raise RuntimeError(
                 "KFAC(damp='tikhonov') runs in one process: ranks with factors of their own "
@@ -107,8 +109,8 @@ class KFAC(Preconditioned):
             )
         if team.averages:
             raise ValueError(
-                f"strategy={strategy!r} averages what each rank makes of its own samples, and "
-                "KFAC's factors are shared by all: leave strategy out"
+                f"strategy={settings.strategy!r} averages what each rank makes of its own "
+                "samples, and KFAC's factors are shared by all: leave strategy out"
             )
         if any(map(is_sharded, self._params())):
             raise RuntimeError(
@@ -117,22 +119,13 @@ class KFAC(Preconditioned):
             )
 
 
-def _check(module: nn.Module | None, recipe: str, **common: Any) -> None:
-    check_common(module, recipe=recipe, **common)
-    if recipe_of(recipe).paper:
-        raise ValueError(
-            f"KFAC: recipe={recipe!r} divides by the λ of SENG over λI; use another recipe, "
-            "or SENG(model, **seng.presets.paper())"
-        )
-
-
-def _damping_of(damp: Damp, damping: float | None) -> dict[str, float]:
+def _damping_of(damp: Damp, damping: float | None) -> float | None:
     """The damping of a param group, which damp="floor" has not."""
     if damp == "tikhonov":
-        return {"damping": TIKHONOV_DAMPING if damping is None else damping}
-    if damping is None:
-        return {}
-    raise ValueError(
-        "KFAC: damp='floor' is damped by its floor; leave out damping, or use "
-        "damp='tikhonov'"
-    )
+        return TIKHONOV_DAMPING if damping is None else damping
+    if damping is not None:
+        raise ValueError(
+            "KFAC: damp='floor' is damped by its floor; leave out damping, or use "
+            "damp='tikhonov'"
+        )
+    return None

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from seng.layers.sites import Site, is_sharded, survey
-from seng.optim.settings import params_of
+from seng.optim.preconditioned import Group, RecipeOptimizer
 from seng.recipes import muon
 
-Group = dict[str, Any]
 
-
-class Muon(Optimizer):
+class Muon(RecipeOptimizer):
     """Muon for the matrices of a network, and AdamW for everything else, in one optimizer.
 
     A matrix steps along the polar factor of its momentum: all its singular values become about 1.
@@ -66,7 +61,6 @@ class Muon(Optimizer):
         adam_eps: float = 1e-8,
         maximize: bool = False,
     ) -> None:
-        params, module = params_of(params, module)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -81,13 +75,12 @@ class Muon(Optimizer):
             "adam_eps": adam_eps,
             "maximize": maximize,
         }
-        super().__init__(params, defaults)
-        self.module = module
-        self._survey()
+        super().__init__(params, module, muon.Muon, defaults)
+        self._cover()
 
-    def _survey(self) -> None:
+    def _cover(self) -> None:
         """Find the matrices among all parameters; refuse what has no step here."""
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self._params()
         sites: list[Site] = []
         if self.module is not None:
             sites, _ = survey(self.module, params)
@@ -105,43 +98,10 @@ class Muon(Optimizer):
                 )
         self.recipe = found
 
-    def add_param_group(self, param_group: Group) -> None:
-        """As torch's; its layers are looked for in the module."""
-        muon.Muon.check({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        if not hasattr(self, "recipe"):  # while it is built
-            return
-        try:
-            self._survey()
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One optimizer step; a closure computes the loss and its gradients anew."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
-            gradients = {p: p.grad for p in trained}
-            if any(g.is_sparse for g in gradients.values()):
-                raise RuntimeError(
-                    "Muon does not support sparse gradients; use sparse=False in the embedding"
-                )
-            self.recipe.step(self.state, group, trained, gradients)
-        return loss
-
-    def __getstate__(self) -> Group:
-        """For deepcopy and pickle."""
-        return {**super().__getstate__(), "module": self.module}
-
     def __setstate__(self, state: Group) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # one of torch's Muon may be loaded
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         if "module" in state:  # load_state_dict comes by here too
-            self._survey()
+            self._cover()

@@ -64,17 +64,19 @@ class SENG(Preconditioned):
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "damping": damping,
-            "maximize": maximize,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "betas": betas,
-            "eps": eps,
-        }
-        super().__init__(params, module, recipe, options)
+        super().__init__(
+            params,
+            module,
+            recipe,
+            lr=lr,
+            weight_decay=weight_decay,
+            damping=damping,
+            maximize=maximize,
+            momentum=momentum,
+            nesterov=nesterov,
+            betas=betas,
+            eps=eps,
+        )
         settings = settings_of(
             curvature,
             self.module,

@@ -1,4 +1,5 @@
-"""What `SENG` and `KFAC` share: a torch optimizer whose gradients an engine turns into directions.
+"""What our optimizers share: param groups that a recipe updates, and for `SENG` and `KFAC` an
+engine that turns gradients into directions.
 
 step: gradients → refresh, if due → directions → the recipe's update, group by group
 """
@@ -13,96 +14,56 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from seng.checks import OF_RECIPES, OF_TORCH, check_group, check_number
-from seng.notices import warn
+from seng.notices import Notices, warn
 from seng.optim.engine import Engine, Saved
 from seng.optim.fused import Fusion
-from seng.optim.settings import Settings, params_of
+from seng.optim.settings import Settings
 from seng.optim.step_plan import Dampings, Directions, StepPlan
 from seng.recipes.recipe import Recipe, recipe_of
 
 Group = dict[str, Any]
 
 
-class Preconditioned(Optimizer):
-    """An optimizer with curvature: `engine` is None where no module was given."""
+class RecipeOptimizer(Optimizer):
+    """An optimizer with one recipe; `module` says where the layers are."""
 
     # Lightning reads through its wrapper what a class does not have: no defaults.
-    engine: Engine | None
-    recipe: Recipe
+    recipe: Any  # its class, while the optimizer is built
 
     def __init__(
         self,
         params: nn.Module | ParamsT,
         module: nn.Module | None,
-        recipe: str,
-        options: Group,
+        recipe: type[Recipe],
+        defaults: Group,
     ) -> None:
-        params, module = params_of(params, module)
-        defaults = group_defaults(recipe, options, type(self).__name__)
-        self._forget()
+        if isinstance(params, nn.Module):
+            if module not in (None, params):
+                raise ValueError(
+                    "the first argument is a module and module=… is another: give one of them"
+                )
+            module, params = params, list(params.parameters())
+        self.recipe = recipe
         super().__init__(params, defaults)
         self.module = module
 
-    def _forget(self) -> None:
-        """Nothing is known from an earlier step."""
-        self.fusion = Fusion()
-        self._dampings_kept: Any = None
-
-    def _build(self, settings: Settings, curvature: Any = None) -> None:
-        """The engine, once the groups are there; of a copy with its `curvature`."""
-        self.settings, self.engine = settings, None
-        for group in self.param_groups:
-            recipe_of(settings.recipe).check(group)
-        if self.module is not None:
-            self.engine = Engine(self.module, self._params(), settings)
-        self._set_recipes()
-        if curvature is not None:
-            self._load_curvature(curvature)
-        elif self.engine is None:
-            self._warn()
-
-    def _warn(self) -> None:
-        """Say that without a module there is no curvature."""
-        name, settings = type(self).__name__, self.settings
-        plain = (
-            "no module was given, so every parameter takes the plain gradient"
-        )
-        if settings.strict:
-            raise ValueError(f"strict=True: {plain}")
-        warn(
-            f"{plain} in recipe={settings.recipe!r}; write {name}(model, …), or module=model "
-            "beside your parameters"
-        )
-
-    def _set_recipes(self) -> None:
-        sites = [] if self.engine is None else self.engine.sites
-        kind = recipe_of(self.settings.recipe)
-        self.recipe = kind(sites, self.module)
-        self.on_gpu = any(site.lead.is_cuda for site in sites)
-        self.fusion.forget()
+    def _cover(self) -> None:
+        """Look for the layers of all parameters."""
+        raise NotImplementedError
 
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
-
-    @property
-    def fuses(self) -> bool:
-        """Whether a GPU may do directions and update at once."""
-        averages = self.engine is not None and self.engine.strategy.averages
-        return self.recipe.fuses and not averages
 
     def add_param_group(self, param_group: Group) -> None:
         """As torch's; layers that were not trained before are covered from now on."""
         given = {**self.defaults, **param_group}
         check_group(given, self.defaults, type(self).__name__)
-        if hasattr(self, "recipe"):  # else while it is built
-            self.recipe.check(given)
+        self.recipe.check(given)
         super().add_param_group(param_group)
-        if not hasattr(self, "settings"):  # while it is built
+        if not hasattr(self, "module"):  # while it is built
             return
         try:
-            if self.engine is not None:
-                self.engine.cover(self._params())
-            self._set_recipes()
+            self._cover()
         except ValueError:
             self.param_groups.pop()
             raise
@@ -114,11 +75,100 @@ class Preconditioned(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.fusion.last is None or not self._repeat():
-            self._step()
+        self._step()
         return loss
 
     def _step(self) -> None:
+        """Along the gradients themselves."""
+        grads = self._gradients()
+        for group in self.param_groups:
+            self._update(group, grads)
+
+    def _gradients(self) -> Directions:
+        grads = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{type(self).__name__} does not support sparse gradients; "
+                        "use sparse=False in the embedding"
+                    )
+                grads[p] = p.grad
+        return grads
+
+    def _update(self, group: Group, directions: Directions) -> None:
+        params = [p for p in group["params"] if p in directions]
+        self.recipe.step(self.state, group, params, directions)
+
+    def __getstate__(self) -> Group:
+        """For deepcopy and pickle."""
+        return {**super().__getstate__(), "module": self.module}
+
+
+class Preconditioned(RecipeOptimizer):
+    """An optimizer with curvature: `engine` is None where no module was given."""
+
+    engine: Engine | None
+
+    def __init__(
+        self,
+        params: nn.Module | ParamsT,
+        module: nn.Module | None,
+        recipe: str,
+        **options: Any,
+    ) -> None:
+        kind = recipe_of(recipe)
+        defaults = group_defaults(kind, options, type(self).__name__)
+        super().__init__(params, module, kind, defaults)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is known from an earlier step."""
+        self.fusion = Fusion()
+        self._damping_key: Any = None
+
+    def _build(self, settings: Settings, curvature: Any = None) -> None:
+        """The engine, once the groups are there; of a copy with its `curvature`."""
+        self.settings, self.engine = settings, None
+        if self.module is not None:
+            self.engine = Engine(self.module, self._params(), settings)
+        self._set_recipe()
+        if curvature is not None:
+            self._load_curvature(curvature)
+        elif self.engine is None:
+            self._warn()
+
+    def _warn(self) -> None:
+        """Say that without a module there is no curvature."""
+        name, settings = type(self).__name__, self.settings
+        Notices(settings.strict).refuse(
+            "module",
+            "no module was given, so every parameter takes the plain gradient in recipe="
+            f"{settings.recipe!r}; write {name}(model, …), or module=model beside your parameters",
+        )
+
+    def _set_recipe(self) -> None:
+        sites = [] if self.engine is None else self.engine.sites
+        kind = recipe_of(self.settings.recipe)
+        self.recipe = kind(sites, self.module)
+        self.fusion.forget()
+
+    def _cover(self) -> None:
+        if self.engine is not None:
+            self.engine.cover(self._params())
+        self._set_recipe()
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a GPU may do directions and update at once."""
+        averages = self.engine is not None and self.engine.strategy.averages
+        return bool(self.recipe.fuses) and not averages
+
+    def _step(self) -> None:
+        if self.fusion.last is not None and self._repeat():
+            return
         traced = torch.compiler.is_compiling()
         if traced and self.engine is not None and self.engine.spread:
             self._untraced_step()
@@ -148,21 +198,14 @@ class Preconditioned(Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _ready(self, traced: bool) -> tuple[Directions, Dampings, StepPlan]:
         """Gradients and dampings, checked, and what to solve with: left to Python."""
-        grads = {p: p.grad for p in self._params() if p.grad is not None}
-        if any(g.is_sparse for g in grads.values()):
-            raise RuntimeError(
-                f"{type(self).__name__} does not support sparse gradients; "
-                "use sparse=False in the embedding"
-            )
+        grads = self._gradients()
         dampings = self._dampings()
         if self.engine is None:
             return grads, dampings, StepPlan([])
         for p in self.engine.trained:
-            self.state[p].setdefault(
-                "seng", {}
-            )  # torch's checkpoints look for the name
-        updates = self.on_gpu and self.fuses
-        plan = self.engine.ready(grads, dampings, updates, traced)
+            # Torch's checkpoints look for the name.
+            self.state[p].setdefault("seng", {})
+        plan = self.engine.ready(grads, dampings, self.fuses, traced)
         return grads, dampings, plan
 
     def _dampings(self) -> Dampings:
@@ -173,13 +216,12 @@ class Preconditioned(Optimizer):
             if type(lam) is not float or not lam > 0:
                 check_number("damping", lam, positive=True)
             key.append((float(lam), len(group["params"])))
-        if self._dampings_kept is None or self._dampings_kept[0] != key:
+        if self._damping_key != key:
             values: dict[nn.Parameter, float] = {}
             for group, (lam, _) in zip(self.param_groups, key, strict=True):
                 values |= dict.fromkeys(group["params"], lam)
-            self._dampings_kept = key, values
-        found: Dampings = self._dampings_kept[1]
-        return found
+            self._damping_key, self._damping_of = key, values
+        return self._damping_of
 
     def _directions(
         self, grads: Directions, dampings: Dampings, plan: StepPlan
@@ -193,15 +235,11 @@ class Preconditioned(Optimizer):
             return rest
         return self.engine.directions(plan, grads, dampings)
 
-    def _update(self, group: Group, directions: Directions) -> None:
-        params = [p for p in group["params"] if p in directions]
-        self.recipe.step(self.state, group, params, directions)
-
     def __getstate__(self) -> Group:
         """For deepcopy and pickle: a copy is covered as the original is."""
         curvature = {} if self.engine is None else self.engine.state()
-        ours = {"module": self.module, "settings": self.settings}
-        return {**super().__getstate__(), **ours, "_curvature": curvature}
+        ours = {"settings": self.settings, "_curvature": curvature}
+        return super().__getstate__() | ours
 
     def __setstate__(self, state: Group) -> None:
         curvature = state.pop("_curvature", None)
@@ -264,7 +302,6 @@ class Preconditioned(Optimizer):
     def load_state_dict(self, state_dict: Group) -> None:
         """As torch's; of a checkpoint of SGD the curvature is built at the next step."""
         curvature: Saved = {}
-        self._forget()
         # After the user's hooks have changed the checkpoint, and before they look at what was
         # loaded.
         handles = [
@@ -277,7 +314,6 @@ class Preconditioned(Optimizer):
         ]
         try:
             super().load_state_dict(state_dict)
-            self._set_recipes()
         finally:
             for handle in handles:
                 handle.remove()
@@ -292,8 +328,12 @@ class Preconditioned(Optimizer):
             if "seng" in entry:
                 curvature[p] = entry.pop("seng")
                 rest[key] = entry
-        groups = [_own_keys(self.defaults, group) for group in groups]
-        return {**given, "state": rest, "param_groups": groups}
+        foreign = {*OF_RECIPES, *OF_TORCH} - {*self.defaults}
+        kept = []
+        for group in groups:
+            known = {k: v for k, v in group.items() if k not in foreign}
+            kept.append({**self.defaults, **known})
+        return {**given, "state": rest, "param_groups": kept}
 
     def _load_curvature(self, curvature: Saved) -> None:
         if self.engine is None:
@@ -316,23 +356,17 @@ class Preconditioned(Optimizer):
             )
 
 
-def group_defaults(recipe: str, options: Group, name: str) -> Group:
+def group_defaults(kind: type[Recipe], options: Group, name: str) -> Group:
     """A param group's own options, from those given; None: the recipe's default."""
-    kind = recipe_of(recipe)
-    given = {k: v for k, v in options.items() if v is not None}
-    defaults = {"lr": kind.lr, **given}
-    taken = [k for k in defaults if k not in OF_RECIPES or k == "damping"]
-    known = {**{k: defaults[k] for k in taken}, **kind.options}
-    check_group({**known, **defaults}, known, name)
-    kind.check({**known, **defaults})
-    return {**known, **defaults}
-
-
-def _own_keys(defaults: Group, group: Group) -> Group:
-    """A checkpoint's group without what other recipes and torch's own code have in theirs."""
-    foreign = {*OF_RECIPES, *OF_TORCH} - {*defaults}
-    kept = {k: v for k, v in group.items() if k not in foreign}
-    return {**defaults, **kept}
+    given = {"lr": kind.lr}
+    given |= {k: v for k, v in options.items() if v is not None}
+    own = {*OF_RECIPES} - {"damping"}
+    known = {k: v for k, v in given.items() if k not in own}
+    known |= kind.options
+    defaults = known | given
+    check_group(defaults, known, name)
+    kind.check(defaults)
+    return defaults
 
 
 def _with_curvature(optimizer: Any, state_dict: Group) -> None:

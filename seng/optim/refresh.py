@@ -9,15 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from seng.distributed.pool import empty
-from seng.distributed.sharded import Place, spread_basis
-from seng.distributed.sharded import in_use as in_use_anywhere
+from seng.distributed.sharded import Place, in_use, spread_basis
 from seng.distributed.team import Census, Covered
-from seng.layers.samples import Look
-from seng.layers.sites import Site
-from seng.linalg.operators import Merged, Operator
 from seng.metrics.metric import LayerRefresh, site_dims
 from seng.notices import not_captured, not_observed
 from seng.optim.step_plan import Dampings, Gradients
@@ -39,20 +34,16 @@ def captured_layers(
     found = _captured(engine, grads, seen)
     if engine.strategy.averages:
         _know(engine, found, seen)
-    samples, metric = engine.collector.samples, engine.metric
+    columns, metric = engine.collector.samples.columns, engine.metric
     pools = engine.strategy.team.pools
-    base = metric.pools
+    alike = pools or metric.pools  # all ranks plan the same
     half = seen.half and engine.on_gpu
-    looks = {i: samples.look(i) for i in found}
     dims = {}
-    for i, look in looks.items():
-        if pools:
-            kappa, count = seen.sites[i].kappa, seen.sites[i].samples
-        else:
-            kappa, count = look.kappa, samples.columns
-        if base and not pools:
-            kappa, count = seen.sites[i].kappa, max(1, samples.columns)
-        if pools or base or look.count:
+    for i in found:
+        of_site = seen.sites[i]
+        if alike or of_site.look.count:
+            kappa = of_site.kappa if alike else of_site.look.kappa
+            count = max(1, of_site.samples if pools else columns)
             dims[i] = site_dims(engine.sites[i], kappa, count, half)
     places = []
     plans = metric.plan([*dims.values()], engine.budget, pools)
@@ -63,13 +54,8 @@ def captured_layers(
             if remark is not None:
                 engine.notices.once("remark", remark)
             places.append(i)
-
-    def one(i: int) -> LayerRefresh:
-        layer = _layer(engine, i, seen, looks[i], dampings)
-        _check_sum(engine, i, layer, grads)
-        return layer
-
-    return places, map(one, places)
+    layer = partial(_layer, engine, grads, seen, dampings)
+    return places, map(layer, places)
 
 
 def _captured(engine: Engine, grads: Gradients, seen: Census) -> list[int]:
@@ -79,7 +65,10 @@ def _captured(engine: Engine, grads: Gradients, seen: Census) -> list[int]:
     for i, of_site in enumerate(seen.sites):
         site = engine.sites[i]
         if of_site.mismatch is not None:
-            engine.take_plain(i, of_site.mismatch)
+            engine.notices.plain(site.name, of_site.mismatch)
+            record = engine.records[i]
+            record.state, record.owed = None, False
+            record.refused = of_site.mismatch
         elif of_site.captured:
             found.append(i)
         elif not excused and in_use(site, grads):
@@ -91,24 +80,24 @@ def _captured(engine: Engine, grads: Gradients, seen: Census) -> list[int]:
 
 def _know(engine: Engine, found: Sequence[int], seen: Census) -> None:
     """Tell the strategy which layers some rank has curvature of."""
-    covered = {}
     for i in found:
         site, of_site = engine.sites[i], seen.sites[i]
         dims = site_dims(site, of_site.kappa, max(of_site.counts))
         (plan,) = engine.metric.plan([dims])
-        covered[i] = Covered(site, site.active(), engine.metric.sides(plan))
-    engine.strategy.covered |= covered
+        rank = engine.metric.sides(plan)
+        engine.strategy.covered[i] = Covered(site, site.active(), rank)
 
 
 def _layer(
-    engine: Engine, i: int, seen: Census, look: Look, dampings: Dampings
+    engine: Engine, grads: Gradients, seen: Census, dampings: Dampings, i: int
 ) -> LayerRefresh:
     record, collector = engine.records[i], engine.collector
     samples, site = collector.samples, record.site
+    of_site = seen.sites[i]
     active = samples.active.setdefault(i, site.active())
     pools = engine.strategy.team.pools
     columns = samples.columns
-    if look.count:
+    if of_site.look.count:
         U = samples.take(i, collector.scale)
     else:  # a curvature of its own is then that of one sample without gradient
         zeros = 0 if pools else 1
@@ -121,21 +110,23 @@ def _layer(
     # Rounding a basis changes d by about 1e-4 of λ_max/λ.
     harmless = not c.relative_damping or damping >= HALF_FROM
     single = site.lead.is_cuda and site.dtype == torch.float32
-    return LayerRefresh(
+    layer = LayerRefresh(
         plan=record.plan,
         U=U,
         samples=columns,
-        positions=look.positions,
-        counts=seen.sites[i].counts if pools else [U.samples],
+        positions=of_site.look.positions,
+        counts=of_site.counts if pools else [U.samples],
         totals=seen.totals if pools else [columns],
         previous=record.previous(active),
         damping=damping,
         precision=torch.bfloat16 if seen.half else site.dtype,
         half=seen.half and single and harmless and not exact,
         generator=partial(engine.generator, i),
-        basis=partial(_basis, site, active),
+        basis=partial(spread_basis, site, active),
         place=Place(site, active) if site.sharded else None,
     )
+    _check_sum(engine, i, layer, grads)
+    return layer
 
 
 def _check_sum(
@@ -165,14 +156,15 @@ def _check_sum(
 
 def install(engine: Engine, states: Mapping[int, Any]) -> list[int]:
     """Keep the states that are finite; the last good ones stay otherwise."""
+    if not states:
+        return []
     records = [engine.records[i] for i in states]
     looks = [state.fine() for state in states.values()]
-    counts = [record.failures for record in records]
-    looks += [torch.as_tensor(n, device=engine.device) for n in counts]
-    if not looks:
-        return []
+    # Solves of the states before that fell back to the gradient.
+    looks += [getattr(record.state, "failures", 0) for record in records]
+    numbers = [torch.as_tensor(n, device=engine.device).long() for n in looks]
     # The one look at the device that a refresh takes.
-    seen = torch.stack([t.to(engine.device).long() for t in looks]).tolist()
+    seen = torch.stack(numbers).tolist()
     fine, failed = seen[: len(states)], seen[len(states) :]
     strategy = engine.strategy
     if strategy.averages and engine.metric.pools:
@@ -194,16 +186,3 @@ def install(engine: Engine, states: Mapping[int, Any]) -> list[int]:
         record.failed = solves
         refreshed.append(record.index)
     return refreshed
-
-
-def in_use(site: Site, grads: Gradients) -> bool:
-    """Whether a gradient has reached a layer, on any rank that has a part of it."""
-    return in_use_anywhere(site, grads) if site.sharded else site.in_use(grads)
-
-
-def _basis(site: Site, active: Any, Y: Tensor) -> Operator:
-    """U = Yᵀ (k, n), spread over ranks as the parameters are."""
-    Y = Y.to(site.dtype)
-    if site.sharded:
-        return spread_basis(site, active, Y)
-    return Merged.of(Y, site.shape(active))

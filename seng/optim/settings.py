@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.optim.optimizer import ParamsT
 
 from seng.checks import check_period
 from seng.distributed.team import Team, team_of
@@ -51,6 +50,10 @@ class Clock:
     loaded: bool = False  # whether a loaded state dropped what was captured
     last_refresh: int | None = None  # the step of it
 
+    def stream(self, call: int) -> int:
+        """The seed of one call of the module since the last step."""
+        return hash((self.seed, self.steps, call)) % 2**63
+
 
 @dataclass
 class StepCache:
@@ -66,63 +69,42 @@ DAMPING = 0.01  # of each layer's largest eigenvalue
 REFRESH_EVERY = 20
 
 
-def params_of(
-    params: nn.Module | ParamsT, module: nn.Module | None
-) -> tuple[ParamsT, nn.Module | None]:
-    """An optimizer's parameters and its module, which may be given in their place."""
-    if not isinstance(params, nn.Module):
-        return params, module
-    if module not in (None, params):
-        raise ValueError(
-            "the first argument is a module and module=… is another: give one of them"
-        )
-    return list(params.parameters()), params
-
-
 def settings_of(
     curvature: Curvature | Metric | None,
     module: nn.Module | None,
-    *,
-    recipe: str = "sgd",
     **common: Any,
 ) -> Settings:
     """Settings of an engine, checked; `common` are those of any metric."""
-    common["recipe"] = recipe
-    check_common(module, **common)
     if isinstance(curvature, Metric):
-        return Settings(curvature, **common)
+        settings = Settings(curvature, **common)
+        _check_common(settings, module)
+        return settings
     curvature = Curvature() if curvature is None else curvature
     if not isinstance(curvature, Curvature):
         raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
-    _check_units(curvature, recipe_of(recipe))
-    _check_ranks(curvature, team_of(common["strategy"], module), module)
-    return Settings(metric_of(curvature), **common, curvature=curvature)
+    metric = metric_of(curvature)
+    settings = Settings(metric, **common, curvature=curvature)
+    _check_common(settings, module)
+    _check_units(curvature, recipe_of(settings.recipe))
+    _check_ranks(curvature, team_of(settings.strategy, module), module)
+    return settings
 
 
-def check_common(
-    module: nn.Module | None,
-    refresh_every: int,
-    recipe: str = "sgd",
-    strategy: str | None = None,
-    sample_dim: int = 0,
-    **_: Any,
-) -> None:
+def _check_common(s: Settings, module: nn.Module | None) -> None:
     """What holds for every metric."""
-    check_period(refresh_every)
-    if type(sample_dim) is not int or sample_dim < 0:
+    check_period(s.refresh_every)
+    if type(s.sample_dim) is not int or s.sample_dim < 0:
         raise ValueError(
-            f"sample_dim is the dimension of the samples, 0 or more, not {sample_dim!r}"
+            "sample_dim is the dimension of the samples, 0 or more, not "
+            f"{s.sample_dim!r}"
         )
-    kind = recipe_of(recipe)
-    lagged = team_of(strategy, module).strategy == "lagged"
-    if kind.whole and (lagged or _is_spread(module)):
-        what = (
-            "strategy='lagged'"
-            if lagged
-            else "parameters spread over ranks (FSDP2)"
-        )
+    what = "parameters spread over ranks (FSDP2)"
+    lagged = team_of(s.strategy, module).strategy == "lagged"
+    if lagged:
+        what = "strategy='lagged'"
+    if recipe_of(s.recipe).whole and (lagged or _is_spread(module)):
         raise ValueError(
-            f"recipe={recipe!r} works on whole matrices of this step: it does not run with "
+            f"recipe={s.recipe!r} works on whole matrices of this step: it does not run with "
             f"{what}; use recipe='sgd'"
         )
 

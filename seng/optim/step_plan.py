@@ -23,7 +23,6 @@ from seng.gpu.recorder import settle
 from seng.layers.sites import Segments, Site
 from seng.metrics.metric import Metric, State, grafted
 from seng.metrics.woodbury import LowRankSolver, Pool, together
-from seng.tell.diagnostics import describe
 
 Gradients = Mapping[nn.Parameter, Tensor]
 Dampings = Mapping[nn.Parameter, float]
@@ -37,6 +36,9 @@ class StepPlan:
         self, solves: Sequence[LayerRecord], pool: Pool | None = None
     ) -> None:
         self.solves, self.pool = list(solves), pool
+        self.solvers = [s.solver for s in solves]
+        low_rank = [isinstance(s, LowRankSolver) for s in self.solvers]
+        self.together = all(low_rank)
 
     def solver(self, index: int) -> Any:
         """The solver of a layer, if it has one."""
@@ -64,13 +66,12 @@ class StepPlan:
 
     def _solve(self, grads: Gradients, out: Directions) -> None:
         gs = [s.gather(grads) for s in self.solves]
-        solvers = [s.solver for s in self.solves]
         if self.pool is not None:
-            ds = _pooled(solvers, gs, self.pool)
-        elif all(isinstance(solver, LowRankSolver) for solver in solvers):
-            ds = together(solvers, gs)
+            ds = _pooled(self.solvers, gs, self.pool)
+        elif self.together:
+            ds = together(self.solvers, gs)
         else:
-            pairs = zip(solvers, gs, strict=True)
+            pairs = zip(self.solvers, gs, strict=True)
             ds = [solver(g) for solver, g in pairs]
         for s, d in zip(self.solves, ds, strict=True):
             s.scatter(d, grads, out)
@@ -112,9 +113,8 @@ def plan_of(
         return StepPlan(solves, over_layers)
     if any(solve.site.sharded for solve in solves):
         return StepPlan(solves, over_ranks(solves))
-    devices = [solve.site.lead.device for solve in solves]
-    alike = len(set(devices)) == 1
-    if traced or not alike or devices[0].type != "cuda":
+    devices = {solve.site.lead.device for solve in solves}
+    if traced or len(devices) != 1 or devices.pop().type != "cuda":
         return StepPlan(solves)
     from seng.optim.gpu_plan import GpuPlan
 
@@ -193,11 +193,6 @@ class LayerRecord:
     def params(self) -> list[nn.Parameter]:
         return [segment.param for segment in self.active]
 
-    @property
-    def failures(self) -> Any:
-        """How many solves of its state fell back to the gradient."""
-        return 0 if self.state is None else self.state.failures
-
     def gather(self, grads: Gradients) -> Tensor:
         """g (n,)."""
         return self.site.gather(self.active, grads, self.dtype)
@@ -231,11 +226,3 @@ class LayerRecord:
             return None
         alike = self.state.dtype in (self.site.dtype, None)
         return self.state if alike else None
-
-    def describe(self) -> dict[str, Any]:
-        """For `diagnostics()`."""
-        damping = None if self.solved is None else self.solved[1]
-        planned = None if self.plan is None else self.plan.why
-        why = self.refused or planned
-        found = describe(self.state, damping, self.refresh, self.failed)
-        return found | {"refreshes_dropped": self.dropped, "why": why}

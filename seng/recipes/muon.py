@@ -21,7 +21,14 @@ from torch.optim.adamw import adamw
 
 from seng.checks import check_lr, check_number
 from seng.layers.sites import Segment, Site
-from seng.recipes.recipe import Directions, Group, Params, Recipe, recipe
+from seng.recipes.recipe import (
+    Directions,
+    Group,
+    Params,
+    Recipe,
+    momentum_buffers,
+    recipe,
+)
 
 ADAM_SHARE = 0.015  # of lr: the published recipe has 3e-4 beside 0.02
 RMS = 0.2  # of AdamW's updates, as Liu et al. (2025) measured it
@@ -206,10 +213,7 @@ def momenta(
     d = [directions[p].to(p.dtype) for p in params]
     if group["maximize"]:
         d = [*torch._foreach_neg(d)]
-    for p in params:
-        if "momentum_buffer" not in state[p]:
-            state[p]["momentum_buffer"] = torch.zeros_like(p)
-    b = [state[p]["momentum_buffer"] for p in params]
+    b = momentum_buffers(state, params)
     torch._foreach_lerp_(b, d, 1 - mu)
     return [*torch._foreach_lerp(d, b, mu)] if group["nesterov"] else b
 

@@ -113,9 +113,9 @@ class SGD(Recipe):
         directions: Directions,
     ) -> None:
         options = {name: group[name] for name in OPTIONS}
-        buffers: list[Tensor | None] = []
-        if group["momentum"]:  # without it torch asks for no buffers
-            buffers = [momentum_buffer(state[p], p) for p in params]
+        # Without momentum torch asks for no buffers.
+        moving = params if group["momentum"] else []
+        buffers = momentum_buffers(state, moving)
         given = [directions[p] for p in params]
         sgd([*params], given, buffers, dampening=0.0, **options)
 
@@ -140,12 +140,15 @@ class Paper(SGD):
         super().step(state, group, params, printed)
 
 
-def momentum_buffer(state: dict[str, Any], p: nn.Parameter) -> Tensor:
-    """The momentum of a parameter, laid out in memory as the parameter is."""
-    buffer: Tensor | None = state.get("momentum_buffer")
-    if buffer is None:
-        buffer = torch.zeros_like(p)
-    elif buffer.stride() != p.stride():
-        buffer = torch.empty_like(p).copy_(buffer)
-    state["momentum_buffer"] = buffer
-    return buffer
+def momentum_buffers(state: Any, params: Params) -> list[Any]:
+    """Momenta, laid out in memory as the parameters are."""
+    buffers = []
+    for p in params:
+        buffer = state[p].get("momentum_buffer")
+        if buffer is None:
+            buffer = torch.zeros_like(p)
+        elif buffer.stride() != p.stride():
+            buffer = torch.empty_like(p).copy_(buffer)
+        state[p]["momentum_buffer"] = buffer
+        buffers.append(buffer)
+    return buffers

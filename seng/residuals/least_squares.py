@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from seng.checks import check_number
 from seng.linalg.memory import free_memory
 from seng.linalg.sketch import Sketch
-from seng.notices import warn
+from seng.notices import Notices
 from seng.residuals.normal import Linearization, NormalEquations, linearize
 from seng.residuals.terms import Parameters, Residual, Term
 
@@ -107,7 +107,7 @@ class LeastSquares:
         generator = torch.Generator(self.parameters.theta().device)
         self.generator = generator.manual_seed(0)  # of the sketches
         self.report: Report | None = None
-        self._warned = False
+        self.notices = Notices(strict=False)
 
     def _check(
         self, damping: float, momentum: float, separate: object
@@ -172,10 +172,8 @@ class LeastSquares:
             self._not_finite("the Jacobian is")
             return report, None
         # A step must end below `most`, and predict a gain above `least` to be worth another try.
-        most = least = math.inf
-        if self.adapt:
-            most = loss
-            least = torch.finfo(here.r.dtype).eps * loss
+        most = loss if self.adapt else math.inf
+        least = torch.finfo(here.r.dtype).eps * most
         last = self.last
         damping = self.damping
         for tries in range(1, TRIES + 1):
@@ -185,10 +183,8 @@ class LeastSquares:
             if trial and trial.loss < most:
                 if self.adapt:
                     self.damping = adapted(damping, loss, trial)
-                accepted = Report(
-                    loss, trial.loss, damping, lam, trial.length, tries, True
-                )
-                return accepted, trial.step
+                how = damping, lam, trial.length, tries, True
+                return Report(loss, trial.loss, *how), trial.step
             if trial and trial.predicted <= least:
                 break
             last = None  # a larger λ does not shorten what momentum adds
@@ -235,12 +231,11 @@ class LeastSquares:
 
     def _not_finite(self, what: str) -> None:
         """Refuse a step, and say why, once."""
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"a step was refused, since {what} not finite; the parameters stay as they were "
-                "(report.accepted is False; said once)"
-            )
+        self.notices.once(
+            "refused",
+            f"a step was refused, since {what} not finite; the parameters stay as they were "
+            "(report.accepted is False; said once)",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed fit needs beside the model's own state."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from seng.metrics.metric import State
-
 KEYS = (
     "form",
     "base",
@@ -27,17 +25,19 @@ KEYS = (
 )
 
 
-def describe(
-    state: State | None, damping: float | None, last: Any, failed: int
-) -> dict[str, Any]:
-    """One layer's numbers.
+def describe(record: Any) -> dict[str, Any]:
+    """One layer's numbers, from its `LayerRecord`.
 
     None where they are not known: without curvature, or after a checkpoint until the next refresh.
-    `failed`: solves that fell back to the gradient before this state.
     """
+    state, last = record.state, record.refresh
+    planned = None if record.plan is None else record.plan.why
     out: dict[str, Any] = dict.fromkeys(KEYS)
+    out["refreshes_dropped"] = record.dropped
+    out["why"] = record.refused or planned
     if state is None:
         return out | {"form": "plain"}
+    damping = None if record.solved is None else record.solved[1]
     largest, trace, lam = state.spectrum(damping)
     if largest is not None:
         out["effective_rank"] = trace / largest if largest > 0 else 0.0
@@ -50,7 +50,7 @@ def describe(
         "top_eigenvalue": largest,
         "damping": lam,
         "sketch_error": None if error is None else float(error),
-        "solves_failed": failed + int(state.failures),
+        "solves_failed": record.failed + int(state.failures),
     }
     if last is not None:
         out["refreshed_at"] = last.step

@@ -153,8 +153,12 @@ def _calls(module: nn.Module, batch: Any, sites: Sequence[Site]) -> list[Call]:
         given = *args, *kwargs.values()
         a = next(x for x in given if isinstance(x, Tensor))
         a, out = member.sample_first(a.to("meta"), out.to("meta"))
-        kappa = _positions(site, a, out)
-        calls.append(Call(site, a.shape[0], kappa))
+        if site.factored:  # output numbers per sample and output feature
+            h, n_G, _ = site.segments[0].shape
+            kappa = out.numel() // max(1, len(a) * h * n_G)
+        else:  # an embedding's tokens per sample
+            kappa = 1 if a.is_floating_point() else a.shape[1:].numel()
+        calls.append(Call(site, len(a), kappa))
 
     with ExitStack() as undo, torch.no_grad():
         for site in sites:
@@ -167,16 +171,6 @@ def _calls(module: nn.Module, batch: Any, sites: Sequence[Site]) -> list[Call]:
         module.eval()
         _run(module, batch)
     return calls
-
-
-def _positions(site: Site, a: Tensor, out: Tensor) -> int:
-    """κ of one call: output numbers per sample and output feature; tokens per sample of an
-    embedding.
-    """
-    if not site.factored:
-        return 1 if a.is_floating_point() else a.shape[1:].numel()
-    h, n_G, _ = site.segments[0].shape
-    return out.numel() // max(1, a.shape[0] * h * n_G)
 
 
 def _run(module: nn.Module, batch: Any) -> None:

@@ -27,7 +27,7 @@ from seng.distributed.sharded import (
 )
 from seng.layers.sites import Segments, Site, whole
 from seng.linalg import centred, implicit, lookup, operators, sketch
-from seng.linalg.operators import HALF, Merged, Operator
+from seng.linalg.operators import HALF, Merged
 from seng.metrics import factor
 from seng.metrics.metric import STATES, Metric
 
@@ -191,33 +191,34 @@ def load_record(
 
 def _placed(state: Any, site: Site, active: Segments, parts: Any) -> Any:
     """The state with U whole or spread as the parameters are now; None where it does not fit."""
-    params = [s.param for s in active]
     if parts is None:
         if not site.sharded or not state.columns:
             return state
-        Y = state.U.explicit().U.T
+        U = spread_basis(site, active, state.U.explicit().U.T)
     else:
+        params = [s.param for s in active]
         bases = [parts[str(i)] for i in range(len(parts))]
-        shapes = [part.shape[:-1] for part in bases]
-        if shapes != [p.shape for p in params]:
+        if [part.shape[:-1] for part in bases] != [p.shape for p in params]:
             return None
-        if site.sharded:
-            U = from_parts(bases, params, site.dtype)
-            return _over(state, U, site, active)
-
-        def row(*column: Tensor) -> Tensor:
-            tensors = dict(zip(params, column, strict=True))
-            return site.gather(active, tensors, site.dtype)
-
-        device = site.lead.device
-        Y = torch.vmap(row, -1)(*[whole(part).to(device) for part in bases])
-    return _over(state, spread_basis(site, active, Y), site, active)
+        U = _together(bases, params, site, active)
+    changes = {"U": U}
+    if getattr(state, "P", None) is not None:  # it lies where U does
+        place = Place(site, active) if site.sharded else None
+        changes["P"] = replace(state.P, place=place)
+    return replace(state, **changes)
 
 
-def _over(state: Any, U: Operator, site: Site, active: Segments) -> Any:
-    """The state with this U, over a base that lies where U does."""
-    P = getattr(state, "P", None)
-    if P is not None:
-        P = replace(P, place=Place(site, active) if site.sharded else None)
-        return replace(state, U=U, P=P)
-    return replace(state, U=U)
+def _together(
+    bases: list[Tensor], params: list[Any], site: Site, active: Segments
+) -> Any:
+    """U from the parts of its parameters, spread as they are."""
+    if site.sharded:
+        return from_parts(bases, params, site.dtype)
+
+    def row(*column: Tensor) -> Tensor:
+        tensors = dict(zip(params, column, strict=True))
+        return site.gather(active, tensors, site.dtype)
+
+    device = site.lead.device
+    Y = torch.vmap(row, -1)(*[whole(part).to(device) for part in bases])
+    return spread_basis(site, active, Y)
