@@ -24,12 +24,12 @@ ROOMS = [
 ]
 
 # Code tokens of the core: lower it when the code shrinks; a commit that raises it says why.
-BUDGET = 74_300
+BUDGET = 72_900
 
 # What a file, a function and a line of the core may be, and what is larger today: these are to be lowered, or emptied, as the
 # code is redrawn, and never to grow.
 FILE_TOKENS, FUNCTION_LINES, COLUMNS = 3_500, 50, 100
-TOKENS_A_LINE = 9.01  # on average over the core
+TOKENS_A_LINE = 9.0  # on average over the core
 ISINSTANCE = 64  # calls of it
 WIDE_LINES = 1  # of more than COLUMNS; to be 0
 LARGE_FILES: set[str] = set()

@@ -162,7 +162,8 @@ class _Hook(Inert):
         receive = partial(capture.receive, self.index, *mode)
         # A layer may have saved its output, which stays as it is.
         with _unsafe_preserve_version_counter(out):
-            tapped = _Tap.apply(out, a.detach(), given, receive, outer)  # type: ignore[no-untyped-call]
+            how = given, receive, outer
+            tapped = _Tap.apply(out, a.detach(), *how)  # type: ignore[no-untyped-call]
         # A view makes it only now; torch's register_hook would crash before.
         _ = tapped.grad_fn
         return tapped
