@@ -243,10 +243,31 @@ class Windows(Factored):
     def inputs(self, at: At | None = None) -> Tensor:
         if at is None:
             return _beside(self._windows())
-        samples, positions = at
-        places: Any = torch.unravel_index(positions, self.G.shape[2:])
-        rows = self._unfolded()[samples, :, *places].flatten(1)
-        return F.pad(rows, (0, self.bias), value=1.0).T[None]
+        x = self._seen(*at)  # (N, *kernel, C)
+        rows = x.movedim(-1, 1).flatten(1)
+        if self.bias:
+            rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+        return rows.T[None]
+
+    def _seen(self, samples: Tensor, positions: Tensor) -> Tensor:
+        """What these output positions see of the input (N, *kernel, C): no padded copy is made."""
+        d = len(self.kernel)
+        places = torch.unravel_index(positions, self.G.shape[2:])
+        index: list[Any] = [samples.view(-1, *[1] * d), slice(None)]
+        inside = torch.ones_like(index[0], dtype=torch.bool)
+        for i, place in enumerate(places):
+            before = self.padding[2 * (d - 1 - i)]  # the last one first
+            steps = torch.arange(self.kernel[i], device=place.device)
+            first = (place * self.stride[i] - before)[:, None]
+            along = first + steps * self.dilation[i]
+            sizes = [-1] + [1] * d
+            sizes[1 + i] = self.kernel[i]
+            along = along.view(sizes)
+            size = self.a.shape[2 + i]
+            inside = inside & (along >= 0) & (along < size)
+            index.append(along.clamp(0, size - 1))
+        found: Tensor = self.a[tuple(index)]
+        return found * inside[..., None]
 
     def _unfolded(self) -> Tensor:
         """What each output position sees of the input (ϱ, C, *out, *kernel), a view."""

@@ -166,10 +166,12 @@ class KroneckerPower:
     def rows(self, Y: Tensor) -> Tensor:
         """P^e of each row of Y (k, n)."""
         h, n_G, _ = self.V_G.shape
-        X = Y.view(len(Y), h, n_G, -1)
-        X = _along_factors(X, self.V_G, self.w_G.mT)
-        X = _along_factors(X.mT, self.V_A, self.w_A).mT
-        return (X * self.c).flatten(1)
+        X = Y.view(len(Y) * h, n_G, -1)
+        V, w = _repeated(self.V_G, len(Y)), _repeated(self.w_G, len(Y))
+        X = torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(w))
+        X = X.view(len(Y), h, n_G, -1).transpose(0, 1).flatten(1, 2)
+        X = _along(X, self.V_A, self.w_A).mul_(self.c)
+        return X.view(h, len(Y), -1).transpose(0, 1).flatten(1)
 
     def of(self, U: Operator) -> Operator:
         """P^e U: of factors where those are fewer numbers than columns."""
@@ -234,6 +236,11 @@ def _along_factors(X: Tensor, V: Tensor, w: Tensor) -> Tensor:
     rows = X.permute(1, 0, 3, 2).reshape(h, -1, n)
     rows = _along(rows.to(V.dtype), V, w).to(X.dtype)
     return rows.view(h, samples, r, n).permute(1, 0, 3, 2)
+
+
+def _repeated(X: Tensor, count: int) -> Tensor:
+    """X (h, …) so many times, one after the other."""
+    return X.expand(count, *X.shape).flatten(0, 1)
 
 
 @dataclass(frozen=True)
