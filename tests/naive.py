@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from seng.layers.sites import Site
 from seng.metrics.curvature import OF_FLOOR
@@ -224,10 +225,12 @@ def metric(
     site: Site,
     x: Tensor,
     target: Tensor,
-    power: float = OF_FLOOR["power"],
+    power: float | None = None,
     floor: float = OF_FLOOR["floor"],
 ) -> Tensor:
     """P of one batch, by default as the library's."""
+    if power is None:
+        power = 1.0 if isinstance(layer, _ConvNd) else 0.55
     if site.factored:
         moments = second_moments(layer, site, x, target)
         return kronecker_metric(*moments, power, floor)

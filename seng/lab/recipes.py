@@ -348,7 +348,7 @@ class LowRank(Damped):
 class SENG(LowRank):
     """`seng.SENG(model, lr)`, as it comes: centred per-sample gradients over a Kronecker metric."""
 
-    kronecker_power: float = KRONECKER.power
+    kronecker_power: float | None = KRONECKER.power
     kronecker_rank: int | None = KRONECKER.rank
     kronecker_floor: float = KRONECKER.floor
     kronecker_decay: float = KRONECKER.decay

@@ -133,6 +133,9 @@ class Site:
         self.factored = None in forms
         # Whether all have: it is a matrix, or a stack.
         self.matrix = not any(forms)
+        self.convolution = all(
+            hasattr(m.module, "kernel_size") for m in members
+        )
         # That a site without factors keeps: "lookup" rather than "explicit".
         self.own_form = None if self.factored else max(forms)
 

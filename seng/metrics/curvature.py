@@ -22,8 +22,9 @@ Damp = Literal["floor", "tikhonov"]
 THRESHOLD = 10**6
 
 # What None stands for: why these values, docs/tuning.md.
-OF_FLOOR = {"power": 2 / 3, "rank": 16, "floor": 0.1, "decay": 0.8}
+OF_FLOOR = {"rank": 16, "floor": 0.1, "decay": 0.8}
 OF_TIKHONOV = {"power": 1.0, "decay": 0.95}
+POWER, POWER_OF_CONVOLUTIONS = 0.55, 1.0
 
 
 def _is_number(value: object) -> bool:
@@ -59,8 +60,8 @@ class Kronecker:
     fields and has it alone. Layers without factors (norms, embeddings) have a diagonal one.
 
     Args:
-        power: p of C^p. 1 is K-FAC's metric, 1/2 its square root, as in Shampoo and Adam; 2/3
-            lies between.
+        power: p of C^p. 1 is K-FAC's metric, 1/2 its square root, as in Shampoo and Adam. None is
+            1 for convolutions and 0.55 for all other layers.
         rank: directions kept of each factor; all others count as one constant.
         floor: eigenvalues of each factor count as at least this share of their mean.
         decay: how much of the old factors a refresh keeps.
@@ -69,7 +70,7 @@ class Kronecker:
             length that comes of it.
     """
 
-    power: Any = None  # 2/3; tikhonov: 1
+    power: Any = None  # of convolutions 1, else 0.55; tikhonov: 1
     rank: Any = None  # 16; tikhonov: all
     floor: Any = None  # 0.1; tikhonov has none
     decay: Any = None  # 0.8; tikhonov: 0.95
@@ -94,7 +95,7 @@ class Kronecker:
             if getattr(self, name) is None:
                 vars(self)[name] = value
         power, floor, decay = self.power, self.floor, self.decay
-        if not (_is_number(power) and 0 < power <= 1):
+        if power is not None and not (_is_number(power) and 0 < power <= 1):
             raise ValueError(
                 f"Kronecker: power is the p of C^p, above 0 and at most 1, not {power!r}"
             )
@@ -105,6 +106,11 @@ class Kronecker:
                 f"Kronecker: floor is a share of the mean eigenvalue above 0, not {floor!r}"
             )
         _fraction("Kronecker", "decay", decay)
+
+    def power_of(self, convolution: bool) -> float:
+        """p of a layer."""
+        usual = POWER_OF_CONVOLUTIONS if convolution else POWER
+        return usual if self.power is None else float(self.power)
 
 
 CHOICES = {

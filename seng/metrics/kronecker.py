@@ -291,8 +291,7 @@ class Kronecker(Metric):
 
     def __init__(self, asked: Options) -> None:
         self.curvature = asked
-        power, floor = float(asked.power), float(asked.floor)
-        self.options: dict[str, Any] = {"power": power, "floor": floor}
+        self.floor = float(asked.floor)
 
     def plan_of(self, d: Dims) -> Plan:
         d = d.based(self.curvature.rank)
@@ -309,18 +308,25 @@ class Kronecker(Metric):
             return U
         return drawn(U, samples, generator("base"))
 
-    def accepts(self, state: Any) -> State | None:
+    def accepts(self, state: Any, convolution: bool = False) -> State | None:
         known: Any = super().accepts(state)
-        if known is None or known.power != self.options["power"]:
+        if known is None:
             return None
-        return replace(known, **self.options)  # type: ignore[no-any-return]
+        if known.power != self.curvature.power_of(convolution):
+            return None
+        return replace(known, floor=self.floor)  # type: ignore[no-any-return]
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         """δC + (1 − δ)C_new from the captures of all ranks."""
-        options = {**self.options, "place": layer.place}
+        d = layer.plan.dims
+        options: dict[str, Any] = {
+            "power": self.curvature.power_of(d.convolution),
+            "floor": self.floor,
+            "place": layer.place,
+        }
         old = layer.previous
         decay = self.curvature.decay
-        if layer.plan.dims.base == "diagonal":
+        if d.base == "diagonal":
             v = layer.U.row_norms() / team.size
             team.sum_([v], WHAT)
             before = getattr(old, "v", None)

@@ -151,11 +151,11 @@ class LowRank(Metric):
         layer = f"{sketch} is larger than layer '{d.name}' {d.shape[1:]}"
         return f"{layer}: {what} is then taken exactly"
 
-    def accepts(self, state: Any) -> State | None:
+    def accepts(self, state: Any, convolution: bool = False) -> State | None:
         known: Any = super().accepts(state)
         P = getattr(known, "P", None)
         if self.base is not None:
-            P = self.base.accepts(P)
+            P = self.base.accepts(P, convolution)
         if known is None or (P is None) != (self.base is None):
             return None
         relative = self.curvature.relative_damping

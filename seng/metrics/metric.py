@@ -58,6 +58,7 @@ class Dims:
     itemsize: int = 4
     half: bool = False  # whether factors and bases are kept in half precision
     factored: bool = True  # whether it can have a Kronecker metric
+    convolution: bool = False
     base: str = "identity"  # what stands in the place of I
     base_rank: int = 0  # directions kept of each Kronecker factor
 
@@ -302,6 +303,7 @@ def site_dims(
         site.dtype.itemsize,
         half,
         site.matrix,
+        site.convolution,
     )
 
 
@@ -469,7 +471,7 @@ class Metric(ABC):
         """What users should know of a layer's plan, if anything."""
         return None
 
-    def accepts(self, state: Any) -> State | None:
+    def accepts(self, state: Any, convolution: bool = False) -> State | None:
         """A loaded state as this metric has them; None where it is another's."""
         return state if self.makes and isinstance(state, self.makes) else None
 

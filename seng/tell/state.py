@@ -181,7 +181,7 @@ def load_record(
         shape = site.shape(active)
         if state is None or not state.fits(shape):
             return
-        state = metric.accepts(state)
+        state = metric.accepts(state, site.convolution)
     if state is None:  # another metric's, or of a type unknown here
         record.other = True
     else:
