@@ -434,7 +434,7 @@ ABLATION = [
     *[f"seng rank={k} samples={4 * k}" for k in (2, 8, 16)],
     "seng samples=64",
     *[f"seng damping={lam}" for lam in (0.03, 0.1, 0.3, 1.0, 3.0)],
-    *[f"seng base.power={p}" for p in (0.5, 0.75, 1.0)],
+    *[f"seng base.power={p}" for p in (0.5, 0.6, 0.6667, 1.0)],
     *[f"seng base.rank={r}" for r in (8, 32)],
     *[f"seng base.floor={floor}" for floor in (0.03, 0.3)],
     *[f"seng base.decay={delta}" for delta in (0.0, 0.5, 0.95)],

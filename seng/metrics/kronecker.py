@@ -291,7 +291,6 @@ class Kronecker(Metric):
 
     def __init__(self, asked: Options) -> None:
         self.curvature = asked
-        self.floor = float(asked.floor)
 
     def plan_of(self, d: Dims) -> Plan:
         d = d.based(self.curvature.rank)
@@ -314,18 +313,19 @@ class Kronecker(Metric):
             return None
         if known.power != self.curvature.power_of(convolution):
             return None
-        return replace(known, floor=self.floor)  # type: ignore[no-any-return]
+        return replace(known, floor=self.curvature.floor)  # type: ignore[no-any-return]
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         """δC + (1 − δ)C_new from the captures of all ranks."""
         d = layer.plan.dims
-        options: dict[str, Any] = {
-            "power": self.curvature.power_of(d.convolution),
-            "floor": self.floor,
+        c = self.curvature
+        options: Any = {
+            "power": c.power_of(d.convolution),
+            "floor": c.floor,
             "place": layer.place,
         }
         old = layer.previous
-        decay = self.curvature.decay
+        decay = c.decay
         if d.base == "diagonal":
             v = layer.U.row_norms() / team.size
             team.sum_([v], WHAT)
@@ -335,9 +335,8 @@ class Kronecker(Metric):
             return DiagonalState(v, **options)
         draw = layer.generator("base")
         seen_G, seen_A = moments(layer.U, team, draw)
-        rank = self.curvature.rank
-        G = updated(getattr(old, "G", None), seen_G, rank, decay, draw)
-        A = updated(getattr(old, "A", None), seen_A, rank, decay, draw)
+        G = updated(getattr(old, "G", None), seen_G, c.rank, decay, draw)
+        A = updated(getattr(old, "A", None), seen_A, c.rank, decay, draw)
         return KroneckerState(G, A, noise(layer.precision), **options)
 
 
