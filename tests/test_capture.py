@@ -119,6 +119,25 @@ class Tied(nn.Module):
         return self.head(self.table(tokens).tanh())
 
 
+class ThereAndBack(nn.Module):
+    """A convolution, and a transposed one of the same weight, which lies the other way."""
+
+    def __init__(self):
+        super().__init__()
+        self.there = nn.Conv1d(6, 6, 3, padding=1, bias=False)
+        self.back = nn.ConvTranspose1d(6, 6, 3, padding=1, bias=False)
+        self.back.weight = self.there.weight
+
+    def forward(self, x):
+        return self.back(self.there(x).tanh())
+
+
+def test_a_weight_that_lies_in_two_ways_is_refused():
+    module = nn.Sequential(ThereAndBack(), nn.Flatten(), nn.Linear(30, 2))
+    with pytest.raises(ValueError, match="a layer that lays it out diff"):
+        seng.SENG(module, strict=True)
+
+
 class SharedConv(nn.Module):
     """Two convolutions of one weight but different strides and biases."""
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import seng
 from seng.layers.sites import survey
 from seng.optim.muon import Muon
 from seng.recipes.muon import ROOM, batches, matrices, polar
@@ -544,6 +545,28 @@ def test_a_checkpoint_of_torchs_muon_loads() -> None:
     drive(theirs, reference, 3)
     assert_close(ours, theirs)
     assert opt.param_groups[0]["adam_betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        Muon,
+        torch.optim.AdamW,
+        lambda p: torch.optim.SGD(p, momentum=0.9),
+        lambda p: seng.SENG(p, recipe="muon"),
+    ],
+    ids=["ours", "AdamW", "SGD", "SENG"],
+)
+@pytest.mark.filterwarnings("ignore:seng. no module was given")
+def test_a_group_holds_its_own_keys_whatever_was_loaded(build: Any) -> None:
+    params = parameters()
+    opt, other = Muon(params), build(params)
+    keys = opt.param_groups[0].keys()
+    drive(params, other, 1)
+    opt.load_state_dict(other.state_dict())
+    opt.load_state_dict(opt.state_dict())
+    assert opt.param_groups[0].keys() == keys
+    assert copy.deepcopy(opt).param_groups[0].keys() == keys
 
 
 def test_it_leaves_no_hooks() -> None:

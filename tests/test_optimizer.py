@@ -249,18 +249,45 @@ def test_groups_take_their_own_values_and_a_changed_damping_acts_at_the_next_ste
         )
 
 
-def test_two_dampings_in_one_layer_are_an_error():
-    model = nn.Linear(3, 2)
-    opt = seng.SENG(
-        [{"params": [model.weight]}, {"params": [model.bias], "damping": 0.5}],
-        module=model,
-    )
-    naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
-    with pytest.raises(
-        ValueError,
-        match=rf"one block but its parameters have the dampings \[{DAMPING}, 0.5\]",
-    ):
+def test_a_layer_takes_the_damping_of_its_weights_group():
+    """Many scripts put weights and biases into two groups."""
+    ends = []
+    for of_bias in (0.3, 0.5):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        weights = {"params": [model.weight], "damping": 0.3}
+        biases = {"params": [model.bias], "damping": of_bias}
+        opt = seng.SENG([biases, weights], module=model)
+        naive.loss_of(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
         opt.step()
+        ends.append(parameters(model))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("name", ["damping", "weight_decay"])
+def test_what_has_no_recipes_default_is_not_none(name):
+    with pytest.raises(TypeError, match=f"{name} is a number, not None"):
+        seng.SENG(network(), **{name: None})
+
+
+def test_layers_of_another_power_are_refreshed_at_the_step_after_loading():
+    """Though others' curvature was kept."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Flatten(), nn.Linear(4, 3))
+    x = torch.randn(6, 2, 2)
+    opt = seng.KFAC(model, power=1)
+    model(x).square().mean().backward()
+    opt.step()
+    other = seng.KFAC(model)
+    with pytest.warns(UserWarning, match="of 1 layers is of another kind"):
+        other.load_state_dict(opt.state_dict())
+    assert other.refresh_due
+    other.zero_grad()
+    model(x).square().mean().backward()
+    other.step()
+    assert other.last_refresh == 1 and not other.refresh_due
+    cosines = [entry["cosine"] for entry in other.diagnostics().values()]
+    assert len(cosines) == 2 and max(cosines) < 1
 
 
 def test_a_scheduler_drives_lr_and_a_closure_is_run():

@@ -173,14 +173,8 @@ class Site:
         return any(local(grads[p]).any() for p in params)
 
     def damping(self, dampings: Mapping[nn.Parameter, float]) -> float:
-        """Its parameters' one damping."""
-        values = {dampings[s.param] for s in self.segments}
-        if len(values) > 1:
-            raise ValueError(
-                f"layer '{self.name}' is one block but its parameters have the dampings "
-                f"{sorted(values)}: give them one"
-            )
-        return values.pop()
+        """That of its weight's group."""
+        return dampings[self.lead]
 
     def shape(self, active: Segments) -> Shape:
         h, n_G, width = active[0].shape
@@ -335,7 +329,8 @@ def _segments(members: Sequence[Member], owned: set[nn.Parameter]) -> Segments:
             segment = Segment(p, member, key, shape, kind.back is None)
             known = found.setdefault(p, segment)
             first = next(iter(found.values()))
-            if known.shape != shape or first.shape[:2] != shape[:2]:
+            alike = known.owner.kind.rows is kind.rows and known.shape == shape
+            if not alike or first.shape[:2] != shape[:2]:
                 raise NoSiteError(
                     "it shares a parameter with a layer that lays it out differently"
                 )

@@ -8,6 +8,7 @@ Each layer has its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any, Literal, get_args
 
 from seng.layers.fisher import Fisher, Loss
@@ -61,7 +62,7 @@ class Kronecker:
 
     Args:
         power: p of C^p. 1 is K-FAC's metric, 1/2 its square root, as in Shampoo and Adam. None is
-            1 for convolutions and 0.55 for all other layers.
+            1 for convolutions, which have a `kernel_size`, and 0.55 for all other layers.
         rank: directions kept of each factor; all others count as one constant.
         floor: eigenvalues of each factor count as at least this share of their mean.
         decay: how much of the old factors a refresh keeps.
@@ -101,7 +102,7 @@ class Kronecker:
             )
         if self.rank is not None:
             _integer("Kronecker", "rank", self.rank)
-        if floor is not None and not (_is_number(floor) and floor > 0):
+        if floor is not None and not (_is_number(floor) and 0 < floor < inf):
             raise ValueError(
                 f"Kronecker: floor is a share of the mean eigenvalue above 0, not {floor!r}"
             )

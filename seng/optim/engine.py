@@ -372,7 +372,7 @@ class Engine:
         """Go on with the layers' states, if all ranks can."""
         clock = self.clock
         kept = [r.index for r in self.records if r.state is not None]
-        owed = sum(record.owed for record in self.records)
+        owed = sum(record.owed or record.other for record in self.records)
         clock.missed = missed or not kept
         clock.owed = owed > 0
         loaded = hash(tuple(kept)) % 2**62

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from seng.checks import OF_RECIPES, OF_TORCH
 from seng.layers.sites import Site, is_sharded, survey
 from seng.optim.preconditioned import Group, RecipeOptimizer
 from seng.recipes import muon
@@ -100,8 +101,12 @@ class Muon(RecipeOptimizer):
 
     def __setstate__(self, state: Group) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # one of torch's Muon may be loaded
-            for name, value in self.defaults.items():
+        own = {k: v for k, v in self.defaults.items() if k not in OF_TORCH}
+        foreign = {*OF_RECIPES, *OF_TORCH} - {*own}
+        for group in self.param_groups:  # another optimizer's may be loaded
+            for name in foreign & {*group}:
+                del group[name]
+            for name, value in own.items():
                 group.setdefault(name, value)
         if "module" in state:  # load_state_dict comes by here too
             self._cover()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from seng.checks import check_number
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
 from seng.optim.preconditioned import Preconditioned
@@ -64,6 +65,7 @@ class SENG(Preconditioned):
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
     ) -> None:
+        check_number("damping", damping, positive=True)
         super().__init__(
             params,
             module,

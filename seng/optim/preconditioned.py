@@ -359,7 +359,10 @@ class Preconditioned(RecipeOptimizer):
 def group_defaults(kind: type[Recipe], options: Group, name: str) -> Group:
     """A param group's own options, from those given; None: the recipe's default."""
     given = {"lr": kind.lr}
-    given |= {k: v for k, v in options.items() if v is not None}
+    asked = {"lr", *OF_RECIPES}
+    given |= {
+        k: v for k, v in options.items() if v is not None or k not in asked
+    }
     own = {*OF_RECIPES} - {"damping"}
     known = {k: v for k, v in given.items() if k not in own}
     known |= kind.options

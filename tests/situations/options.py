@@ -51,7 +51,7 @@ def _():
     )
 
 
-@situation("Optimizer", "two dampings inside one layer")
+@situation("Optimizer", "two dampings inside one layer: its weight's counts")
 def _():
     model = mlp()
     groups = [
