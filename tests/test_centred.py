@@ -556,7 +556,7 @@ def test_with_much_damping_over_the_identity_it_is_the_recipes_own_optimizer(
     [{}, {"power": 1.0, "rank": 3, "floor": 0.3, "decay": 0.5}],
     ids=str,
 )
-@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+@pytest.mark.parametrize("recipe", ["sgd", "adamw", "muon"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_with_much_damping_over_a_base_it_is_kfac(
     name: str, recipe: str, fields: dict[str, Any]

@@ -526,7 +526,7 @@ BAD = {
     "give Curvature.base=None, relative_damping=False": lambda m: seng.SENG(
         m, recipe="paper", curvature=seng.Curvature(base=None)
     ),
-    "unknown recipe 'si'; use one of 'sgd', 'paper', 'muon'": lambda m: (
+    "unknown recipe 'si'; use one of 'sgd', 'paper', 'adamw', 'muon'": lambda m: (
         seng.SENG(m, recipe="si")
     ),
     "unknown strategy 'ring'": lambda m: seng.SENG(m, strategy="ring"),
@@ -1262,6 +1262,11 @@ BUILT = {
         0.05,
         {"momentum": 0.9, "nesterov": False},
     ),
+    "adamw": (
+        functools.partial(seng.SENG, recipe="adamw"),
+        0.001,
+        {"betas": (0.9, 0.999), "eps": 1e-8},
+    ),
     "muon": (
         functools.partial(seng.SENG, recipe="muon"),
         0.02,
@@ -1281,14 +1286,15 @@ def test_a_group_holds_its_recipe_s_keys_and_no_more(recipe):
     assert given["lr"] == 0.3
 
 
-@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+@pytest.mark.parametrize("recipe", ["sgd", "adamw", "muon"])
 def test_kfac_damped_by_its_floor_has_no_damping_in_its_groups(recipe):
     lr, options = BUILT[recipe][1:]
     (group,) = seng.KFAC(network(), recipe=recipe).param_groups
     assert group["lr"] == lr
     assert set(group) == COMMON - {"damping"} | set(options)
     model = plain_network()[0]
-    other = {"sgd": model, "muon": nn.Sequential(model, nn.Linear(4, 3))}
+    headed = nn.Sequential(model, nn.Linear(4, 3))
+    other = {"sgd": model, "adamw": model, "muon": headed}
     (group,) = seng.KFAC(
         other[recipe], recipe=recipe, damp="tikhonov"
     ).param_groups
@@ -1299,6 +1305,8 @@ FOREIGN = {
     "betas": ("sgd", {"betas": (0.9, 0.99)}),
     "eps": ("sgd", {"eps": 1e-8}),
     "betas of muon": ("muon", {"betas": (0.9, 0.99)}),
+    "momentum": ("adamw", {"momentum": 0.9}),
+    "nesterov": ("adamw", {"nesterov": True}),
 }
 
 
@@ -1326,6 +1334,7 @@ def test_an_option_of_another_recipe_is_refused_by_name(build, recipe, given):
         ("sgd", {"nesterov": True, "momentum": 0.0}, "nesterov needs a mom"),
         ("muon", {"ns_steps": 100}, "ns_steps is a count below 100"),
         ("muon", {"lr": -1.0}, "lr must be at least 0"),
+        ("adamw", {"betas": (0.9,)}, "betas are two numbers"),
     ],
 )
 def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(
@@ -1360,7 +1369,7 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+@pytest.mark.parametrize("recipe", ["sgd", "adamw", "muon"])
 @pytest.mark.parametrize("which", SCHEDULERS)
 def test_keys_of_schedulers_are_let_be_and_come_back(recipe, which):
     model = network()
@@ -1422,9 +1431,9 @@ def test_groups_of_other_optimizers_checkpoints_lose_their_own_keys(
     opt.load_state_dict(theirs.state_dict())
     (group,) = opt.param_groups
     assert group.keys() == keys and group["lr"] == 0.3
-    if which.startswith("SGD"):
+    if which.startswith("SGD") and "momentum" in defaults:
         assert group["momentum"] == 0.5
-    if which == "AdamW" and recipe != "muon":
+    if which == "AdamW" and "momentum" in defaults and recipe != "muon":
         assert group["momentum"] == defaults["momentum"]
     model(torch.randn(5, 3)).square().mean().backward()
     opt.step()
@@ -1432,7 +1441,7 @@ def test_groups_of_other_optimizers_checkpoints_lose_their_own_keys(
 
 
 @pytest.mark.parametrize("build", [seng.SENG, seng.KFAC])
-@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+@pytest.mark.parametrize("recipe", ["sgd", "adamw", "muon"])
 def test_without_a_module_the_warning_names_recipe_and_class(build, recipe):
     name = build.__name__
     words = f"in recipe='{recipe}'; write {name}.model, …., or module=model"
@@ -1444,11 +1453,12 @@ def test_without_a_module_the_warning_names_recipe_and_class(build, recipe):
     "build",
     [
         functools.partial(seng.SENG, recipe="muon"),
+        functools.partial(seng.SENG, recipe="adamw"),
         seng.KFAC,
         functools.partial(seng.KFAC, recipe="muon"),
         seng.Muon,
     ],
-    ids=["SENG, muon", "KFAC", "KFAC, muon", "Muon"],
+    ids=["SENG, muon", "SENG, adamw", "KFAC", "KFAC, muon", "Muon"],
 )
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "file"])
 def test_copies_of_every_optimizer_go_on_alike(build, how):

@@ -40,7 +40,7 @@ from seng.optim.step_plan import (
     compare,
     plan_of,
 )
-from seng.recipes.recipe import RECIPES
+from seng.recipes.recipe import RECIPES, Layers
 from seng.tell.diagnostics import describe
 from seng.tell.state import load_record, save_record
 
@@ -248,6 +248,13 @@ class Engine:
         self.clock.loaded = False
         self.clock.owed = any(record.owed for record in self.records)
         return bare
+
+    def layers(self, plan: StepPlan) -> Layers:
+        """What this step solves, on any rank."""
+        if self.strategy.averages:
+            found = self.strategy.covered.values()
+            return [(c.site, [s.param for s in c.active]) for c in found]
+        return [(record.site, record.params) for record in plan.solves]
 
     def directions(
         self, plan: StepPlan, grads: Gradients, dampings: Dampings

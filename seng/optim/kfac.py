@@ -34,7 +34,7 @@ class KFAC(Preconditioned):
         params: a module, or parameters or param groups of it beside `module`.
         lr: the recipe's learning rate; None: the recipe's default.
         module: where the layers are, if `params` is not the module.
-        recipe: "sgd" or "muon": whose learning rate and weight decay these are.
+        recipe: "sgd", "adamw" or "muon": whose learning rate and weight decay these are.
         weight_decay: as the recipe has it.
         power, rank, floor, decay, damp: as in `seng.Kronecker`.
         damping: λ of damp="tikhonov", absolute; damp="floor" has none. The direction is then the

@@ -28,8 +28,8 @@ class SENG(Preconditioned):
         params: a module, or parameters or param groups of it beside `module`.
         lr: the recipe's learning rate; None: the recipe's default.
         module: where the layers are, if `params` is not the module.
-        recipe: "sgd", "muon" or "paper": whose learning rate and weight decay these are.
-        weight_decay: as the recipe has it: coupled for "sgd" and "paper", decoupled for "muon".
+        recipe: "sgd", "adamw", "muon" or "paper": whose learning rate and weight decay these are.
+        weight_decay: as the recipe has it: coupled for "sgd" and "paper", else decoupled.
         damping: λ, in units of each layer's largest eigenvalue (`Curvature.relative_damping`).
             Large is closer to the Kronecker metric alone, `seng.KFAC`.
         refresh_every: T, the steps from one refresh of the curvature to the next.

@@ -176,7 +176,13 @@ class Preconditioned(RecipeOptimizer):
         grads, dampings, plan = self._ready(traced)
         if not grads:
             return
-        directions = self._directions(grads, dampings, plan)
+        directions = self.recipe.directions(
+            self.state,
+            self.param_groups,
+            grads,
+            [] if self.engine is None else self.engine.layers(plan),
+            lambda given: self._directions(given, dampings, plan),
+        )
         for group in self.param_groups:
             self._update(group, directions)
         if self.engine is not None:

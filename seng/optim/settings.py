@@ -102,9 +102,11 @@ def _check_common(s: Settings, module: nn.Module | None) -> None:
     lagged = team_of(s.strategy, module).strategy == "lagged"
     if lagged:
         what = "strategy='lagged'"
-    if recipe_of(s.recipe).whole and (lagged or _is_spread(module)):
+    kind = recipe_of(s.recipe)
+    if (kind.prompt and lagged) or (kind.whole and _is_spread(module)):
+        on = "whole matrices" if kind.whole else "gradients"
         raise ValueError(
-            f"recipe={s.recipe!r} works on whole matrices of this step: it does not run with "
+            f"recipe={s.recipe!r} works on {on} of this step: it does not run with "
             f"{what}; use recipe='sgd'"
         )
 

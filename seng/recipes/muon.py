@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from seng.checks import check_lr, check_number
 from seng.layers.sites import Segment, Site
+from seng.recipes.adamw import adam_step, check_betas
 from seng.recipes.recipe import (
     Directions,
     Group,
@@ -35,8 +35,8 @@ RMS = 0.2  # of AdamW's updates, as Liu et al. (2025) measured it
 ROOM = 2**24  # numbers in a batch on a GPU: larger matrices fill it one by one
 ADJUSTMENTS = None, "original", "match_rms_adamw"
 EXPECTED = (
-    "ns_coefficients are three numbers, ns_steps is a count below 100, adam_betas are two "
-    f"numbers from 0 to below 1, and adjust_lr_fn is one of {ADJUSTMENTS}"
+    "ns_coefficients are three numbers, ns_steps is a count below 100, and adjust_lr_fn is one of "
+    f"{ADJUSTMENTS}"
 )
 
 
@@ -91,7 +91,7 @@ class Muon(Recipe):
     Without a module every parameter of two or more dimensions is a matrix.
     """
 
-    whole = True
+    whole = prompt = True
     others: ClassVar[str] = "AdamW"
     lr: ClassVar[float] = 0.02
     options: ClassVar[dict[str, Any]] = {
@@ -133,13 +133,11 @@ class Muon(Recipe):
         for name in ("weight_decay", "momentum", "eps", "adam_eps", "adam_lr"):
             if group[name] is not None:
                 check_number(name, group[name])
-        betas = group["adam_betas"]
+        check_betas("adam_betas", group["adam_betas"])
         fits = {
             "ns_coefficients": len(group["ns_coefficients"]) == 3,
             "ns_steps": group["ns_steps"] in range(100),
             "adjust_lr_fn": group["adjust_lr_fn"] in ADJUSTMENTS,
-            "adam_betas": len(betas) == 2
-            and 0 <= min(betas) <= max(betas) < 1,
         }
         for name, fit in fits.items():
             if not fit:
@@ -163,10 +161,12 @@ class Muon(Recipe):
         if weights:
             along = momenta(state, group, weights, directions)
             self._descend(group, weights, along)
-        for on_gpu in (False, True):
-            here = [p for p in others if p.is_cuda == on_gpu]
-            if here:  # on a GPU AdamW is one kernel
-                adam_step(state, group, here, fused=on_gpu)
+        lr = group["adam_lr"]
+        if lr is None:
+            same = group["adjust_lr_fn"] == "match_rms_adamw"
+            lr = group["lr"] if same else ADAM_SHARE * group["lr"]
+        betas, eps = group["adam_betas"], group["adam_eps"]
+        adam_step(state, group, others, lr=lr, betas=betas, eps=eps)
 
     def _descend(
         self, group: Group, weights: Params, along: Sequence[Tensor]
@@ -231,39 +231,3 @@ def batches(rows: Sequence[Tensor]) -> Iterator[list[int]]:
         count = max(1, ROOM // x.numel()) if x.is_cuda else 1
         for first in range(0, len(same), count):
             yield same[first : first + count]
-
-
-def adam_step(state: Any, group: Group, params: Params, fused: bool) -> None:
-    """AdamW's, as torch has it; fused, its step counts lie on the device."""
-    for p in params:
-        own = state[p]
-        # A number in old checkpoints.
-        where = p.device if fused else torch.device("cpu")
-        count = own.get("step", 0.0)
-        own["step"] = torch.as_tensor(count, dtype=torch.float32, device=where)
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name not in own:
-                own[name] = torch.zeros_like(p)
-    lr = group["adam_lr"]
-    if lr is None:
-        same = group["adjust_lr_fn"] == "match_rms_adamw"
-        lr = group["lr"] if same else ADAM_SHARE * group["lr"]
-    beta1, beta2 = group["adam_betas"]
-    names = "exp_avg", "exp_avg_sq", "step"
-    means, squares, steps = ([state[p][k] for p in params] for k in names)
-    adamw(
-        [*params],
-        [p.grad for p in params if p.grad is not None],
-        means,
-        squares,
-        [],
-        steps,
-        fused=fused or None,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=lr,
-        weight_decay=group["weight_decay"],
-        eps=group["adam_eps"],
-        maximize=group["maximize"],
-    )

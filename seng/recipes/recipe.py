@@ -30,6 +30,8 @@ from seng.layers.sites import Site
 Group = Mapping[str, Any]
 Params = list[nn.Parameter]
 Directions = dict[nn.Parameter, Tensor]
+Layers = Sequence[tuple[Site, Params]]  # that have curvature in this step
+Solve = Callable[[Directions], Directions]
 RECIPES: dict[str, type[Recipe]] = {}
 
 
@@ -42,6 +44,7 @@ class Recipe(ABC):
     others: ClassVar[str] = "plain gradient"  # of what it refuses
     fuses = False  # whether the GPU's fused step of SGD does the same
     whole = False  # whether it works on whole matrices of this step
+    prompt = False  # whether it works on gradients of this step
     paper = (
         False  # whether directions are the paper's own, over an absolute λI
     )
@@ -59,6 +62,17 @@ class Recipe(ABC):
     @staticmethod
     def check(group: Group) -> None:
         """Refuse options of its own outside their range."""
+
+    def directions(
+        self,
+        state: Any,
+        groups: Sequence[Group],
+        grads: Directions,
+        layers: Layers,
+        solve: Solve,
+    ) -> Directions:
+        """What `solve` makes of the gradients."""
+        return solve(grads)
 
     @abstractmethod
     def step(
