@@ -1,7 +1,7 @@
-"""Equal races of optimizers on four small tasks: one CPU thread a run, or a GPU that runs share.
+"""Equal races of optimizers on five small tasks: one CPU thread a run, or a GPU that runs share.
 
     seng data cifar10; seng data mnist; seng data shakespeare --from ../shared/data          # once
-    python benchmarks/races.py cifar autoencoder gpt --out results/races.json                # every contender
+    python benchmarks/races.py cifar autoencoder gpt vit --out results/races.json            # every contender
     python benchmarks/races.py cifar --contenders sgd seng --trials 6 --out some.json        # these two
     python benchmarks/races.py gpt --contenders adam --lr 0.003 --out some.json              # no search
     python benchmarks/races.py gpt --contenders "seng rank=16 base.power=1" --out some.json  # options of one
@@ -54,7 +54,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 import seng
-from seng.lab.models import basic, conv_norm, gpt2, initialised
+from seng.lab.models import ViT, basic, conv_norm, gpt2, initialised
 from seng.lab.record import provenance
 
 # seng.lab.datasets needs numpy, which a bare machine lacks: it is imported only where a dataset is read from its own files.
@@ -305,7 +305,19 @@ GPT = Task(
     steps=300,
     sgd_seconds=0.08,
 )
-TASKS = {task.name: task for task in (CIFAR, LARGE_BATCH, AUTOENCODER, GPT)}
+VIT = Task(
+    name="vit",
+    source="cifar10",
+    build=lambda: ViT(3, 96, 4, 4, 32, 10),
+    batches=augmented,
+    prepare=normalised,
+    loss=cross_entropy,
+    has_accuracy=True,
+    batch=64,
+    steps=300,
+    sgd_seconds=0.12,
+)
+TASKS = {t.name: t for t in (CIFAR, LARGE_BATCH, AUTOENCODER, GPT, VIT)}
 
 
 # ---- Contenders
@@ -368,27 +380,60 @@ def ours(**options: Any) -> Contender:
         of_curvature["base"] = seng.Kronecker(**base)
     if of_curvature:
         options["curvature"] = seng.Curvature(**of_curvature)
-    lrs = MUON_LRS if options.get("recipe") == "muon" else SGD_LRS
-    return by_model(seng.SENG, lrs, **options)
+    return in_recipe(seng.SENG, **options)
 
 
 def kfac(**options: Any) -> Contender:
-    return by_model(seng.KFAC, SGD_LRS, **options)
+    return in_recipe(seng.KFAC, **options)
+
+
+def in_recipe(method: Any, **options: Any) -> Contender:
+    """Of ours, with the options that the recipe's own optimizer has in the race."""
+    lrs, own = RECIPES[options.get("recipe", "sgd")]
+    rival = by_model(method, lrs, **{**own, **options})
+
+    def build(model: nn.Module, lr: float) -> Any:
+        group = {"params": list(model.parameters()), **own}
+        return method([group], lr=lr, module=model, **options)
+
+    return replace(rival, build=build)
 
 
 OURS = {"seng": ours, "kfac": kfac}
+SOAP_SETTING = "pytorch_optimizer.SOAP(betas=(0.95, 0.95), weight_decay=0.01, precondition_frequency=10)"
+
+
+def soap(model: nn.Module, lr: float) -> Any:
+    """As its authors run it, with the weight decay of the others."""
+    from pytorch_optimizer import SOAP
+
+    options = {"betas": (0.95, 0.95), "precondition_frequency": 10}
+    return SOAP(model.parameters(), lr=lr, **DECAYED, **options)
+
+
+DECAYED = {"weight_decay": 0.01}
+AS_ADAMW = {
+    **DECAYED,
+    "adjust_lr_fn": "match_rms_adamw",
+    "adam_betas": (0.9, 0.999),
+}
+RECIPES: dict[str, tuple[Ranges, dict[str, Any]]] = {
+    "sgd": (SGD_LRS, {}),
+    "adamw": (ADAM_LRS, DECAYED),
+    "muon": (MUON_LRS, AS_ADAMW),
+}
 
 
 @cache
 def contender(words: str) -> Contender:
     """A contender by its name, or one of ours with options: "seng rank=16 base.power=1"."""
-    if words in CONTENDERS:
-        return CONTENDERS[words]
+    known = {**CONTENDERS, **MORE}
+    if words in known:
+        return known[words]
     name, *given = words.split()
     if name not in OURS:
-        known = ", ".join(CONTENDERS)
         raise ValueError(
-            f"no contender {name!r}; there are {known}; and seng and kfac with options"
+            f"no contender {name!r}; there are {', '.join(known)}; and seng and kfac with options"
         )
     pairs = [word.partition("=") for word in given]
     return OURS[name](**{key: literal(value) for key, _, value in pairs})
@@ -404,23 +449,20 @@ def literal(value: str) -> Any:
 
 CONTENDERS = {
     "sgd": by_parameters(torch.optim.SGD, SGD_LRS, momentum=0.9),
+    "adamw": by_parameters(torch.optim.AdamW, ADAM_LRS, **DECAYED),
+    "muon": by_model(seng.Muon, MUON_LRS, **AS_ADAMW),
+    "soap": Contender(soap, SOAP_SETTING, ADAM_LRS),
+    "kfac": kfac(),
+    "seng": ours(),
+    "seng recipe=adamw": ours(recipe="adamw"),
+    "seng recipe=muon": ours(recipe="muon"),
+}
+# Asked for by name.
+MORE = {
     "sgd-nesterov": by_parameters(
         torch.optim.SGD, SGD_LRS, momentum=0.9, nesterov=True
     ),
     "adam": by_parameters(torch.optim.Adam, ADAM_LRS),
-    "adamw": by_parameters(torch.optim.AdamW, ADAM_LRS, weight_decay=0.01),
-    "muon": by_model(
-        seng.Muon,
-        MUON_LRS,
-        weight_decay=0.01,
-        adjust_lr_fn="match_rms_adamw",
-        adam_betas=(0.9, 0.999),
-    ),
-    "kfac power=0.5": kfac(power=0.5),
-    "kfac power=1": kfac(power=1.0),
-    "seng centred=False": ours(centred=False),
-    "seng base=None": ours(base=None),
-    "seng": ours(),
 }
 
 # The default, and with one knob changed.
@@ -677,7 +719,7 @@ def milliseconds(results: list[dict[str, Any]]) -> float | None:
 
 
 def race(options: argparse.Namespace, runner: Runner) -> list[dict[str, Any]]:
-    """Search every learning rate, then run the seeds at the best; the rows by task and training loss."""
+    """Search every learning rate, then run the seeds at the best; the rows by task and held-out loss."""
     pairs = [(t, c) for t in options.tasks for c in options.contenders]
 
     def run(task: str, name: str, lr: float, seed: int) -> Run:
@@ -708,23 +750,24 @@ def race(options: argparse.Namespace, runner: Runner) -> list[dict[str, Any]]:
         results = [runner.results[run] for run in runs]
         rows.append(summary(search, results, runs[0].lr))
     place = list(TASKS).index
-    return sorted(rows, key=lambda r: (place(r["task"]), r["train_loss"]))
+    return sorted(rows, key=lambda r: (place(r["task"]), r["held_loss"]))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Of one task, by training loss."""
-    head = "contender,lr,train loss,each seed,held-out loss,accuracy,ms/step"
+    """Of one task, by held-out loss."""
+    head = "contender,lr,train loss,held-out loss,each seed,accuracy,ms/step"
     lines = [head.split(",")]
     for row in rows:
-        each = " ".join(f"{loss:.4f}" for loss in row["train_losses"])
+        held = [result["held_loss"] for result in row["seeds"]]
+        each = " ".join(f"{loss:.4f}" for loss in held)
         accuracy, ms = row["held_accuracy"], row["ms_per_step"]
         lines.append(
             [
                 row["contender"],
                 f"{row['lr']:g}" + "*" * row["edge"],
                 f"{row['train_loss']:.4f}",
-                each,
                 f"{row['held_loss']:.4f}",
+                each,
                 "-" if accuracy is None else f"{accuracy:.4f}",
                 "-" if ms is None else f"{ms:.1f}",
             ]

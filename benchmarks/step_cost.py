@@ -1,6 +1,6 @@
-"""What a step of the default costs beside SGD's, refreshes included: process time on one CPU thread.
+"""What a step of the default costs beside SGD's and AdamW's, refreshes included: process time on one CPU thread.
 
-    python benchmarks/step_cost.py --out results/step_cost.json        # two minutes with nothing beside it
+    python benchmarks/step_cost.py --out results/step_cost.json        # five minutes with nothing beside it
 
 The contenders take turns, a whole period of T steps each, so that what else the machine does hits all alike. A figure is the
 median over the rounds of (this contender's time / SGD's time in the same round); memory is not measured here (`seng bench`).
@@ -23,8 +23,9 @@ from record import write
 from torch import Tensor, nn
 
 import seng
-from seng.lab.models import gpt2
-from seng.optim.settings import REFRESH_EVERY
+from seng.checks import periods_of
+from seng.lab.models import ViT, gpt2
+from seng.recipes.recipe import SGD
 
 Batch = tuple[Tensor, Tensor]
 LR = 0.01
@@ -59,17 +60,31 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
         lambda: gpt2(3, 96, 4, CHARACTERS, CONTEXT),
         text,
     ),
+    "ViT, 3 layers of 96": (
+        lambda: ViT(3, 96, 4, 4, 32, 10),
+        lambda: (torch.randn(64, 3, 32, 32), torch.randint(10, (64,))),
+    ),
 }
+PERIODS = periods_of(SGD.refresh_every)
+T = max(PERIODS.values())  # what the library's period grows to
+NEVER = {"refresh_every": 10**9}
 CONTENDERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), LR, momentum=0.9),
-    "adamw": lambda m: torch.optim.AdamW(m.parameters(), 1e-3),
-    "seng": lambda m: seng.SENG(m, LR),
-    "seng between refreshes": lambda m: seng.SENG(m, LR, refresh_every=10**9),
-    "kfac, power 1/2": lambda m: seng.KFAC(m, LR, power=0.5),
-    "low rank over λI": lambda m: seng.SENG(
-        m, LR, curvature=seng.Curvature(base=None)
-    ),
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), 1e-3, foreach=True),
     "muon": lambda m: seng.Muon(m, LR),
+    "seng": lambda m: seng.SENG(m, LR, refresh_every=T),
+    "seng between refreshes": lambda m: seng.SENG(m, LR, **NEVER),
+    "seng adamw": lambda m: seng.SENG(
+        m, 1e-3, recipe="adamw", refresh_every=T
+    ),
+    "seng adamw between refreshes": lambda m: seng.SENG(
+        m, 1e-3, recipe="adamw", **NEVER
+    ),
+    "seng muon": lambda m: seng.SENG(m, LR, recipe="muon", refresh_every=T),
+    "kfac": lambda m: seng.KFAC(m, LR, refresh_every=T),
+    "low rank over λI": lambda m: seng.SENG(
+        m, LR, refresh_every=T, curvature=seng.Curvature(base=None)
+    ),
 }
 
 
@@ -102,25 +117,51 @@ def costs(model: str, rounds: int) -> list[dict[str, Any]]:
     """A row for each contender: milliseconds a step, and the ratio to SGD."""
     steps = {name: stepper(model, name) for name in CONTENDERS}
     for step in steps.values():
-        period(step, REFRESH_EVERY + 1)  # the first refreshes are dearer
+        period(step, T + 1)  # the first refreshes are dearer
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
         for name, step in steps.items():
-            times[name].append(period(step, REFRESH_EVERY))
+            times[name].append(period(step, T))
     found = []
     for name, own in times.items():
-        pairs = zip(own, times["sgd"], strict=True)
-        ratios = sorted(ours / theirs for ours, theirs in pairs)
+        ratios = to("sgd", own, times)
         row = {
             "model": model,
             "contender": name,
-            "ms": round(1e3 * median(own) / REFRESH_EVERY, 3),
+            "ms": round(1e3 * median(own) / T, 3),
             "to_sgd": round(median(ratios), 3),
+            "to_adamw": round(median(to("adamw", own, times)), 3),
             "range": [round(ratios[0], 3), round(ratios[-1], 3)],
         }
         print(row, flush=True)
         found.append(row)
+    for steps in (300, 900):
+        ratio = whole_run(times, steps)
+        row = {
+            "model": model,
+            "contender": f"seng adamw, its first {steps} steps",
+            "to_adamw": round(ratio, 3),
+        }
+        print(row, flush=True)
+        found.append(row)
     return found
+
+
+def to(rival: str, own: list[float], times: dict[str, list[float]]) -> Any:
+    """Ratios of each round, in order."""
+    pairs = zip(own, times[rival], strict=True)
+    return sorted(ours / theirs for ours, theirs in pairs)
+
+
+def whole_run(times: dict[str, list[float]], steps: int) -> float:
+    """SENG's time in AdamW's recipe to AdamW's, where the period grows as it does by default."""
+    opt = seng.SENG(mlp(2, 2), recipe="adamw")
+    refreshes = sum(opt.settings.refreshes(i) for i in range(steps))
+    between = times["seng adamw between refreshes"]
+    pairs = zip(times["seng adamw"], between, strict=True)
+    refresh = median(a - b for a, b in pairs)  # one in T steps
+    whole = median(between) / T * steps + refresh * refreshes
+    return whole / (median(times["adamw"]) / T * steps)
 
 
 def main() -> None:
@@ -133,7 +174,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("step_cost.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    setting = f"T = {REFRESH_EVERY}, {options.rounds} rounds in turns, process time, one thread"
+    setting = (
+        f"T = {T}, {options.rounds} rounds in turns, process time, one thread"
+    )
     found = [costs(model, options.rounds) for model in options.models]
     write(options.out, setting, [row for each in found for row in each])
 

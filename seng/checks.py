@@ -48,11 +48,23 @@ OF_TORCH = (
 )
 
 
+Periods = int | Mapping[int, int]  # T, or one from each of these steps on
+
+
+def periods_of(refresh_every: Any) -> Mapping[int, int]:
+    """How many steps there are from refresh to refresh, by the step from which that holds."""
+    own = refresh_every
+    return own if isinstance(own, Mapping) else {0: own}
+
+
 def check_period(refresh_every: object) -> None:
-    """How many steps there are from refresh to refresh."""
-    if type(refresh_every) is not int or refresh_every < 1:
+    """A number of steps, or one from each step on."""
+    periods = periods_of(refresh_every)
+    counts = all(type(n) is int for n in (*periods, *periods.values()))
+    if not counts or min(periods, default=1) or min(periods.values()) < 1:
         raise ValueError(
-            f"refresh_every is a number of steps, at least 1, not {refresh_every!r}"
+            "refresh_every is a number of steps, at least 1, or such numbers by the step from "
+            f"which they hold, as {{0: 4, 100: 20}}, not {refresh_every!r}"
         )
 
 

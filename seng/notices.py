@@ -22,13 +22,13 @@ class Notices:
         self.strict = strict
         self.given: set[str] = set()
 
-    def uncovered(self, reasons: Mapping[str, str]) -> None:
-        """Parameters without curvature, and why."""
+    def uncovered(self, reasons: Mapping[str, str], others: str) -> None:
+        """Parameters without curvature, what they take instead, and why."""
         if reasons:
             listing = listed(reasons)
             self.refuse(
                 "uncovered",
-                f"these parameters take the plain gradient: {listing}",
+                f"these parameters take {others}: {listing}",
             )
 
     def plain(self, layer: str, why: str) -> None:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+import seng
 from seng.layers.sites import Site
-from seng.metrics.curvature import OF_FLOOR
 
 
 def loss_of(out: Tensor, target: Tensor) -> Tensor:
@@ -226,11 +226,12 @@ def metric(
     x: Tensor,
     target: Tensor,
     power: float | None = None,
-    floor: float = OF_FLOOR["floor"],
+    floor: float | None = None,
 ) -> Tensor:
     """P of one batch, by default as the library's."""
-    if power is None:
-        power = 1.0 if isinstance(layer, _ConvNd) else 0.55
+    usual = seng.Kronecker(power).of(isinstance(layer, _ConvNd))
+    power = usual.power
+    floor = usual.floor if floor is None else floor
     if site.factored:
         moments = second_moments(layer, site, x, target)
         return kronecker_metric(*moments, power, floor)

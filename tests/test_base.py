@@ -26,7 +26,7 @@ from seng.metrics.kronecker import (
 )
 from seng.metrics.low_rank import LowRank, reduced_factors
 from seng.metrics.woodbury import LowRankState
-from seng.optim.settings import DAMPING
+from seng.recipes.recipe import SGD
 
 F64 = torch.float64
 
@@ -96,7 +96,7 @@ def eigenvalues(seen: list[Tensor]) -> Tensor:
 
 def anew(**given: Any) -> seng.Kronecker:
     """All of C, from the last refresh alone."""
-    return seng.Kronecker(**{"rank": 1000, "decay": 0} | given)
+    return seng.Kronecker(**{"rank": 1000, "floor": 0.1, "decay": 0} | given)
 
 
 def exact(form: Any = "auto", **given: Any) -> seng.Curvature:
@@ -286,7 +286,7 @@ def test_much_damping_leaves_the_inverse_of_p(kind: str) -> None:
     layer = make().to(F64)
     x, target = batch(layer, shape, 1)
     some = seng.SENG(layer, 1.0, momentum=0.0, damping=1e12, curvature=exact())
-    alone = seng.KFAC(layer, 1.0, momentum=0.0, rank=1000, decay=0)
+    alone = seng.KFAC(layer, 1.0, momentum=0.0, rank=1000, floor=0.1, decay=0)
     assert (
         naive.relative_error(
             step(some, layer, x, target), step(alone, layer, x, target)
@@ -310,7 +310,7 @@ def test_directions_over_a_base_are_as_long_as_the_gradient(kind: str) -> None:
     over = float(moved(exact()).norm())
     assert math.isclose(over, float(g.norm()), rel_tol=1e-12)
     plain = moved(exact(base=None))
-    lam = DAMPING * float(torch.linalg.eigvalsh(seen[0])[-1])
+    lam = SGD.damping * float(torch.linalg.eigvalsh(seen[0])[-1])
     want = lam * naive.dense_direction(seen[0], g, lam)
     assert naive.relative_error(plain, want) < 1e-9
     assert plain.norm() < (1 - 1e-6) * g.norm()

@@ -41,7 +41,7 @@ from seng.linalg.sketch import (
     Rows,
 )
 from seng.metrics.choose import metric_of
-from seng.metrics.curvature import OF_FLOOR, POWER
+from seng.metrics.curvature import OF_ROOTS, POWER
 from seng.metrics.kronecker import KroneckerState
 from seng.metrics.metric import Dims, plan
 from seng.tell.inspection import inspect
@@ -82,7 +82,7 @@ def optimizer(
 # Layers
 
 
-FLOOR = OF_FLOOR["floor"]
+FLOOR = OF_ROOTS["floor"]
 WHOLE = {"rank": 10**6, "decay": 0}  # all of C, and all of U, anew
 
 

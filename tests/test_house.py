@@ -24,7 +24,7 @@ ROOMS = [
 ]
 
 # Code tokens of the core: lower it when the code shrinks; a commit that raises it says why.
-BUDGET = 73_400
+BUDGET = 75_900
 
 # What a file, a function and a line of the core may be, and what is larger today: these are to be lowered, or emptied, as the
 # code is redrawn, and never to grow.

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 REFRESHED = (
     "seng",
     "seng-lowrank",
+    "seng-adamw",
     "seng-muon",
     "seng-paper",
     "kfac",

@@ -460,7 +460,17 @@ NO_OPTIMIZER: list[tuple[dict[str, object], str]] = [
             {"refresh_every": value},
             "refresh_every is a number of steps, at least 1",
         )
-        for value in (0, -2, 2.5, True, None)
+        for value in (
+            0,
+            -2,
+            2.5,
+            True,
+            {},
+            {5: 3},
+            {0: 0},
+            {0: 2.5},
+            {0: 3, "9": 4},
+        )
     ),
     *(
         (

@@ -39,7 +39,8 @@ def batch():
 )  # K-FAC leaves norms to the plain gradient and says so
 def test_every_optimizer_trains(name):
     model, (x, y) = network(), batch()
-    made = recipe(name)
+    # AdamW's own 1e-3 is for longer runs.
+    made = recipe(name, {"lr": 0.01} if name == "seng-adamw" else {})
     opt = made.optimizer(model)
     losses = []
     for _ in range(30):
@@ -246,6 +247,7 @@ def told(opt):
     ("name", "made"),
     [
         ("seng", lambda m: seng.SENG(m, 0.1)),
+        ("seng-adamw", lambda m: seng.SENG(m, 1e-3, recipe="adamw")),
         ("seng-muon", lambda m: seng.SENG(m, 0.02, recipe="muon")),
         (
             "seng-lowrank",

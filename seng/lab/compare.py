@@ -348,7 +348,8 @@ class Train:
     task: Positional[str]
     """digits-cnn, mnist-autoencoder, fashion-cnn, cifar10-resnet18, …"""
     optimizer: Positional[str] = "seng"
-    """seng, seng-lowrank, seng-muon, seng-paper, kfac, kfac-root, kfac-floor, sgd, adam, adamw, muon, soap or shampoo."""
+    """seng, seng-adamw, seng-lowrank, seng-muon, seng-paper, kfac, kfac-root, kfac-floor, sgd, adam, adamw, muon, soap or
+    shampoo."""
     seed: int = 0
     amounts: Amounts = Amounts()
     how: How = How()
@@ -362,7 +363,8 @@ class Compare:
     task: Positional[str]
     """digits-cnn, mnist-autoencoder, fashion-cnn, cifar10-resnet18, …"""
     optimizers: tuple[str, ...] = ("seng", "sgd", "adam", "kfac")
-    """Of seng, seng-lowrank, seng-muon, seng-paper, kfac, kfac-root, kfac-floor, sgd, adam, adamw, muon, soap, shampoo."""
+    """Of seng, seng-adamw, seng-lowrank, seng-muon, seng-paper, kfac, kfac-root, kfac-floor, sgd, adam, adamw, muon, soap,
+    shampoo."""
     seeds: int = 3
     """How many: 0, 1, …"""
     amounts: Amounts = Amounts()

@@ -23,7 +23,6 @@ from seng.metrics.curvature import Combine, Form
 from seng.metrics.kronecker import Tikhonov
 from seng.optim import schedules
 from seng.optim.kfac import TIKHONOV_DAMPING
-from seng.optim.settings import DAMPING, REFRESH_EVERY
 from seng.recipes.recipe import recipe_of
 
 CURVATURE = seng.Curvature()
@@ -33,7 +32,9 @@ PAPER = seng.presets.paper()
 WEIGHT_DECAY: float = (
     inspect.signature(seng.SENG).parameters["weight_decay"].default
 )
-BRINGS_SGD, BRINGS_MUON, PRINTED = map(recipe_of, ("sgd", "muon", "paper"))
+BRINGS_SGD, BRINGS_ADAMW, BRINGS_MUON, PRINTED = map(
+    recipe_of, ("sgd", "adamw", "muon", "paper")
+)
 
 
 def _fused(model: nn.Module) -> bool | None:
@@ -191,9 +192,9 @@ class Damped(Recipe):
 
     momentum: float = BRINGS_SGD.options["momentum"]
     nesterov: bool = BRINGS_SGD.options["nesterov"]
-    damping: float = DAMPING
+    damping: float = BRINGS_SGD.damping
     damping_gamma: float = 1.0
-    refresh_every: int = REFRESH_EVERY
+    refresh_every: int | None = None  # as the library has it
 
     def damping_at(self, epoch: float) -> float | None:
         return schedules.damping(epoch, self.damping, self.damping_gamma)
@@ -265,7 +266,7 @@ class RootKFAC(Recipe):
     weight_decay: float = WEIGHT_DECAY
     momentum: float = BRINGS_SGD.options["momentum"]
     nesterov: bool = BRINGS_SGD.options["nesterov"]
-    refresh_every: int = REFRESH_EVERY
+    refresh_every: int | None = None  # as the library has it
     kronecker_rank: int | None = KRONECKER.rank
     kronecker_floor: float = KRONECKER.floor
     kronecker_decay: float = KRONECKER.decay
@@ -339,9 +340,12 @@ class LowRank(Damped):
             damping=self.damping,
             refresh_every=self.refresh_every,
             curvature=self.curvature,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
+            **self.options(),
         )
+
+    def options(self) -> dict[str, Any]:
+        """Of the recipe alone."""
+        return {"momentum": self.momentum, "nesterov": self.nesterov}
 
 
 @dataclass(frozen=True)
@@ -368,6 +372,28 @@ class SENG(LowRank):
             decay=self.kronecker_decay,
         )
         return {**super().shape(), "base": base}
+
+
+@dataclass(frozen=True)
+class AdamWSENG(SENG):
+    """SENG's directions as long as AdamW's updates: `seng.SENG(model, lr, recipe="adamw")`; momentum is β₁."""
+
+    lr: float = BRINGS_ADAMW.lr
+    momentum: float = BRINGS_ADAMW.options["betas"][0]
+    beta2: float = BRINGS_ADAMW.options["betas"][1]
+    damping: float = BRINGS_ADAMW.damping
+    name: ClassVar[str] = "seng-adamw"
+    brought: ClassVar[str] = "adamw"
+    space: ClassVar[Space] = {
+        "lr": Between(3e-4, 3e-2),
+        "weight_decay": Between(1e-3, 0.5),
+        "damping": Between(1e-2, 3.0),
+    }
+
+    def options(self) -> dict[str, Any]:
+        if self.nesterov:
+            raise ValueError("AdamW's recipe has no Nesterov momentum")
+        return {"betas": (self.momentum, self.beta2)}
 
 
 @dataclass(frozen=True)
@@ -448,6 +474,7 @@ class PaperSENG(Damped):
 KINDS = (
     SENG,
     LowRankSENG,
+    AdamWSENG,
     MuonSENG,
     PaperSENG,
     RootKFAC,

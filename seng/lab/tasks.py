@@ -13,7 +13,7 @@ from seng.lab.datasets.augment import Augment
 from seng.lab.names import unknown
 from seng.lab.problems import Classification, Language, Problem, Reconstruction
 from seng.lab.recipe import Recipe
-from seng.lab.recipes import RECIPES, SGD, recipe
+from seng.lab.recipes import RECIPES, SGD, AdamW, recipe
 
 PLAIN = Augment()
 LENGTHS = ("schedule_epochs", "warmup")  # fields of recipes that are in epochs
@@ -26,6 +26,7 @@ BROUGHT: dict[str, dict[str, Any]] = {
     "kfac-root": _SGD,
     "kfac-floor": _SGD,
     "seng-paper": {"weight_decay": SGD.weight_decay},
+    "seng-adamw": {"weight_decay": AdamW.weight_decay},
     "seng-muon": {"weight_decay": 0.1},
 }
 
@@ -88,6 +89,7 @@ AUTOENCODER: dict[
 ] = {  # its loss is a sum over pixels, so its gradients are large
     "seng": {"lr": 0.003},
     "seng-lowrank": {"lr": 0.003, "damping": 0.1},
+    "seng-adamw": {"lr": 0.002},
     "seng-muon": {},  # whose steps have one length, whatever the loss
     "kfac-root": {"lr": 0.003},
     "kfac-floor": {"lr": 0.003},
@@ -118,6 +120,7 @@ NO_DECAY: dict[str, dict[str, Any]] = {
 GPT = NO_DECAY | {  # where searches ended
     "muon": {"lr": 0.012, "weight_decay": 0.16, "momentum": 0.9},
     "adamw": {"lr": 1.5e-3, "weight_decay": 1e-2},
+    "seng-adamw": {"lr": 1.5e-3, "weight_decay": 1e-2},
     "soap": {"lr": 3e-3, "weight_decay": 1e-3},
 }
 

@@ -7,7 +7,7 @@ Each layer has its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, Literal, get_args
 
@@ -23,9 +23,11 @@ Damp = Literal["floor", "tikhonov"]
 THRESHOLD = 10**6
 
 # What None stands for: why these values, docs/tuning.md.
-OF_FLOOR = {"rank": 16, "floor": 0.1, "decay": 0.8}
-OF_TIKHONOV = {"power": 1.0, "decay": 0.95}
 POWER, POWER_OF_CONVOLUTIONS = 0.55, 1.0
+STEEP = 0.75  # powers above it stretch so much that they need the higher floor
+OF_STEEP = {"rank": 16, "floor": 0.1}
+OF_ROOTS = {"rank": 128, "floor": 0.001}
+DECAYS = {"floor": 0.8, "tikhonov": 0.95}
 
 
 def _is_number(value: object) -> bool:
@@ -61,25 +63,27 @@ class Kronecker:
     fields and has it alone. Layers without factors (norms, embeddings) have a diagonal one.
 
     Args:
-        power: p of C^p. 1 is K-FAC's metric, 1/2 its square root, as in Shampoo and Adam. None is
-            1 for convolutions, which have a `kernel_size`, and 0.55 for all other layers.
-        rank: directions kept of each factor; all others count as one constant.
+        power: p of C^p. 1 is K-FAC's metric, 1/2 its square root, as in Shampoo and Adam.
+        rank: directions kept of each factor; all others count as one constant. Factors of up to
+            twice as many rows are kept whole, which is as cheap.
         floor: eigenvalues of each factor count as at least this share of their mean.
         decay: how much of the old factors a refresh keeps.
         damp: "floor" as above; P has mean 1 and directions have the gradient's length. "tikhonov"
             is K-FAC as Martens and Grosse have it: dense factors, power 1, π-damping by λ, and the
             length that comes of it.
+
+    A power of None is 1 for convolutions, which have a `kernel_size`, and 0.55 for other layers.
+    Rank and floor of None are 16 and 0.1 for powers above 0.75, else 128 and 0.001.
     """
 
-    power: Any = None  # of convolutions 1, else 0.55; tikhonov: 1
-    rank: Any = None  # 16; tikhonov: all
-    floor: Any = None  # 0.1; tikhonov has none
+    power: Any = None  # tikhonov: 1
+    rank: Any = None  # tikhonov: all
+    floor: Any = None  # tikhonov has none
     decay: Any = None  # 0.8; tikhonov: 0.95
     damp: Damp = "floor"
 
     def __post_init__(self) -> None:
         _choice("Kronecker", "damp", self.damp, get_args(Damp))
-        usual = OF_FLOOR if self.damp == "floor" else OF_TIKHONOV
         if self.damp == "tikhonov":
             for name in ("rank", "floor"):
                 if getattr(self, name) is not None:
@@ -92,9 +96,9 @@ class Kronecker:
                     f"Kronecker: damp='tikhonov' has power 1, not {self.power!r}; leave it out, "
                     "or use damp='floor'"
                 )
-        for name, value in usual.items():
-            if getattr(self, name) is None:
-                vars(self)[name] = value
+            vars(self)["power"] = 1.0
+        if self.decay is None:
+            vars(self)["decay"] = DECAYS[self.damp]
         power, floor, decay = self.power, self.floor, self.decay
         if power is not None and not (_is_number(power) and 0 < power <= 1):
             raise ValueError(
@@ -108,10 +112,19 @@ class Kronecker:
             )
         _fraction("Kronecker", "decay", decay)
 
-    def power_of(self, convolution: bool) -> float:
-        """p of a layer."""
-        usual = POWER_OF_CONVOLUTIONS if convolution else POWER
-        return usual if self.power is None else float(self.power)
+    def or_power(self, power: float | None) -> Kronecker:
+        """With this power, where it has none."""
+        return self if self.power is not None else replace(self, power=power)
+
+    def of(self, convolution: bool) -> Kronecker:
+        """That of a layer, with numbers where None was."""
+        power = POWER_OF_CONVOLUTIONS if convolution else POWER
+        if self.power is not None:
+            power = float(self.power)
+        usual = OF_STEEP if power > STEEP else OF_ROOTS
+        asked = {name: getattr(self, name) for name in usual}
+        own = {k: v for k, v in asked.items() if v is not None}
+        return replace(self, power=power, **{**usual, **own})
 
 
 CHOICES = {
@@ -155,7 +168,7 @@ class Curvature:
     """
 
     form: Form = "auto"
-    samples: int | None = 16
+    samples: int | None = 8
     rank: int = 4
     sketch: Sketch | None = None
     implicit_sketch: Sketch | None = None
@@ -191,7 +204,7 @@ class Curvature:
                 )
         _fraction("Curvature", "decay", self.decay)
         memory = self.memory
-        fraction = isinstance(memory, float) and 0 < memory <= 1
+        fraction = type(memory) is float and 0 < memory <= 1
         count = type(memory) is int and memory > 0
         if memory is not None and not (fraction or count):
             raise ValueError(

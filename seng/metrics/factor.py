@@ -131,12 +131,12 @@ def updated(
     decay: float,
     generator: torch.Generator,
 ) -> Factor:
-    """δC + (1 − δ)XXᵀ, at most `rank` of its leading directions.
+    """δC + (1 − δ)XXᵀ, its leading directions.
 
     XXᵀ itself where there is nothing like it yet. What is not finite stays in s and `rest`.
     """
     h, n, _ = seen.X.shape
-    rank = min(rank, n)
+    rank = directions(n, rank)
     C = old if old and old.V.shape == (h, n, rank) else _nothing(seen)
     new = 1 - decay if C is old else 1.0
     rest = C.rest[:, None, None]
@@ -168,6 +168,11 @@ def updated(
         others * (rank < n),
         before + seen.count,
     )
+
+
+def directions(n: int, rank: int) -> int:
+    """How many a side keeps: all n where that is as cheap, since V diag(w) Vᵀ is one product."""
+    return n if n <= 2 * rank else rank
 
 
 def _nothing(seen: Moment) -> Factor:

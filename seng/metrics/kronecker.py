@@ -37,6 +37,7 @@ from seng.linalg.operators import Drawn, Operator, Shape, product
 from seng.metrics.curvature import Kronecker as Options
 from seng.metrics.factor import WHAT, Factor, Moment, noise, updated
 from seng.metrics.metric import (
+    LEAST,
     UNSAVED,
     Dims,
     Draw,
@@ -140,16 +141,24 @@ class KroneckerPower:
     w_G: Tensor  # (h, r_G, 1)
     w_A: Tensor  # (h, 1, r_A)
     c: Tensor  # (h, 1, 1)
+    # V diag(w) Vᵀ (h, n, n) of sides that are kept whole.
+    D_G: Tensor | None = None
+    D_A: Tensor | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
         """P^e z (n,); at every step, so with as few calls as possible."""
         h, n_G, _ = self.V_G.shape
         X = z.view(h, n_G, -1)
-        X = torch.baddbmm(
-            X, self.V_G, torch.bmm(self.V_G.mT, X).mul_(self.w_G)
-        )
-        X = _along(X, self.V_A, self.w_A)
-        return X.mul_(self.c).reshape(-1)
+        if self.D_G is None:
+            V = self.V_G
+            X = torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(self.w_G))
+        else:
+            X = torch.baddbmm(X, self.D_G, X)
+        return self._by_inputs(X).mul_(self.c).reshape(-1)
+
+    def _by_inputs(self, X: Tensor) -> Tensor:
+        """Rows of X (h, N, n_A) times I + V_A diag(w_A) V_Aᵀ."""
+        return _along(X, self.V_A, self.w_A, self.D_A)
 
     spread = sharded  # the same of this rank's numbers
 
@@ -167,10 +176,13 @@ class KroneckerPower:
         """P^e of each row of Y (k, n)."""
         h, n_G, _ = self.V_G.shape
         X = Y.view(len(Y) * h, n_G, -1)
-        V, w = _repeated(self.V_G, len(Y)), _repeated(self.w_G, len(Y))
-        X = torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(w))
+        if self.D_G is None:
+            V, w = _repeated(self.V_G, len(Y)), _repeated(self.w_G, len(Y))
+            X = torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(w))
+        else:
+            X = torch.baddbmm(X, _repeated(self.D_G, len(Y)), X)
         X = X.view(len(Y), h, n_G, -1).transpose(0, 1).flatten(1, 2)
-        X = _along(X, self.V_A, self.w_A).mul_(self.c)
+        X = self._by_inputs(X).mul_(self.c)
         return X.view(h, len(Y), -1).transpose(0, 1).flatten(1)
 
     def of(self, U: Operator) -> Operator:
@@ -183,8 +195,8 @@ class KroneckerPower:
 
     def _of_factors(self, U: Operator) -> Operator:
         factors: Any = U.factors()
-        G = _along_factors(factors.G, self.V_G, self.w_G.mT)
-        A = _along_factors(factors.A, self.V_A, self.w_A)
+        G = _along_factors(factors.G, self.V_G, self.w_G.mT, self.D_G)
+        A = _along_factors(factors.A, self.V_A, self.w_A, self.D_A)
         return Implicit(G * self.c[None].to(G.dtype), A)
 
 
@@ -225,16 +237,20 @@ class Beside:
         return X.baddbmm_(weights, self.right.mT).view(-1)
 
 
-def _along(X: Tensor, V: Tensor, w: Tensor) -> Tensor:
-    """Rows of X (h, N, n) times I + V diag(w) Vᵀ."""
-    return torch.baddbmm(X, torch.bmm(X, V).mul_(w), V.mT)
+def _along(X: Tensor, V: Tensor, w: Tensor, D: Tensor | None) -> Tensor:
+    """Rows of X (h, N, n) times I + V diag(w) Vᵀ = I + D."""
+    if D is None:
+        return torch.baddbmm(X, torch.bmm(X, V).mul_(w), V.mT)
+    return torch.baddbmm(X, X, D)
 
 
-def _along_factors(X: Tensor, V: Tensor, w: Tensor) -> Tensor:
+def _along_factors(
+    X: Tensor, V: Tensor, w: Tensor, D: Tensor | None
+) -> Tensor:
     """The same along dimension 2 of X (ϱ, h, n, r), in X's precision."""
     samples, h, n, r = X.shape
     rows = X.permute(1, 0, 3, 2).reshape(h, -1, n)
-    rows = _along(rows.to(V.dtype), V, w).to(X.dtype)
+    rows = _along(rows.to(V.dtype), V, w, D).to(X.dtype)
     return rows.view(h, samples, r, n).permute(1, 0, 3, 2)
 
 
@@ -270,7 +286,14 @@ class KroneckerState(PowerState):
         w_G, c_G = _relative(G**exponent)
         w_A, c_A = _relative(A**exponent)
         c = c_G * c_A / mean**exponent
-        return KroneckerPower(self.G.V, self.A.V, w_G.mT, w_A, c)
+        V_G, V_A = self.G.V, self.A.V
+        whole = _whole(V_G, w_G), _whole(V_A, w_A)
+        return KroneckerPower(V_G, V_A, w_G.mT, w_A, c, *whole)
+
+
+def _whole(V: Tensor, w: Tensor) -> Tensor | None:
+    """V diag(w) Vᵀ where V has all directions: one product with it does for two with V."""
+    return (V * w) @ V.mT if V.shape[1] == V.shape[2] else None
 
 
 def _relative(e: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,7 +316,7 @@ class Kronecker(Metric):
         self.curvature = asked
 
     def plan_of(self, d: Dims) -> Plan:
-        d = d.based(self.curvature.rank)
+        d = d.based(self.curvature.of(d.convolution).rank)
         return Plan(d, "power", 0, "its Kronecker factors alone")
 
     def keeps_less(self, first: bool) -> bool:
@@ -311,16 +334,17 @@ class Kronecker(Metric):
         known: Any = super().accepts(state)
         if known is None:
             return None
-        if known.power != self.curvature.power_of(convolution):
+        asked = self.curvature.of(convolution)
+        if known.power != asked.power:
             return None
-        return replace(known, floor=self.curvature.floor)  # type: ignore[no-any-return]
+        return replace(known, floor=asked.floor)  # type: ignore[no-any-return]
 
     def init(self, layer: LayerRefresh, team: Team) -> State:
         """δC + (1 − δ)C_new from the captures of all ranks."""
         d = layer.plan.dims
-        c = self.curvature
+        c = self.curvature.of(d.convolution)
         options: Any = {
-            "power": c.power_of(d.convolution),
+            "power": c.power,
             "floor": c.floor,
             "place": layer.place,
         }
@@ -338,10 +362,6 @@ class Kronecker(Metric):
         G = updated(getattr(old, "G", None), seen_G, c.rank, decay, draw)
         A = updated(getattr(old, "A", None), seen_A, c.rank, decay, draw)
         return KroneckerState(G, A, noise(layer.precision), **options)
-
-
-# Columns that a side's moment is made of, or as many as it has rows.
-LEAST = 512
 
 
 def moments(

@@ -198,10 +198,10 @@ class LowRank(Metric):
             U = centred(U, layer.roots(U))
         root: Any = None
         if P is not None:
-            if layer.plan.form != "implicit" and U.by_columns:
-                U = U.explicit()  # once, for the Gram and the basis
             whole = P.to_power(-0.5)
             U = whole.of(U)
+            if layer.plan.form != "implicit" and U.by_columns:
+                U = U.explicit()  # once, for the Gram and the basis
             root = P.spread(whole)
         # What was captured is let go of before the next layer is taken.
         return Draft(replace(layer, U=None), P, root, U)

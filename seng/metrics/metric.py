@@ -41,9 +41,12 @@ from seng.linalg.memory import size_of
 from seng.linalg.numerics import widest
 from seng.linalg.operators import Operator, Shape
 from seng.metrics.curvature import Curvature, Kronecker
+from seng.metrics.factor import directions
 
 # Numbers of a basis up to which norms and embeddings are merged, to be accumulated.
 SMALL = 10**6
+# Columns that each moment of a Kronecker metric is made of, or as many as it has rows.
+LEAST = 512
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,13 @@ class Dims:
     def sides(self) -> int:
         """h·(n_G + n_A): the numbers of one column of the factors."""
         return self.shape[0] * (self.shape[1] + self.shape[2])
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Directions of each Kronecker factor."""
+        _, n_G, n_A = self.shape
+        rank = self.base_rank
+        return directions(n_G, rank), directions(n_A, rank)
 
     def based(self, rank: int) -> Dims:
         """The same layer with a Kronecker base, or a diagonal one without factors."""
@@ -122,8 +132,7 @@ class Plan:
         if d.base == "diagonal":
             of_base = 2 * d.n  # v, and P⁻¹
         elif d.base == "kronecker":
-            r_G = min(d.base_rank, n_G)
-            r_A = min(d.base_rank, n_A)
+            r_G, r_A = d.kept
             vectors = n_G * r_G + n_A * r_A
             of_base = h * (vectors + 2 * (r_G + r_A) + 3) + 2
         of_roots = 0  # columns are centred themselves
@@ -132,17 +141,30 @@ class Plan:
         return count * size * itemsize + of_base * d.itemsize + of_roots
 
     @property
+    def of_base(self) -> int:
+        """Operations of one product with a power of P."""
+        d = self.dims
+        if d.base != "kronecker":
+            return 0 if d.base == "identity" else d.n
+        sides = zip(d.kept, d.shape[1:], strict=True)
+        return sum((4 if r < n else 2) * r * d.n for r, n in sides) + d.n
+
+    @property
     def flops(self) -> int:
         """Operations of one solve: Uᵀg and Ub, and the powers of P."""
-        d = self.dims
-        r_G = min(d.base_rank, d.shape[1])
-        r_A = min(d.base_rank, d.n_A)
-        of_base = 0
-        if d.base != "identity":
-            of_base = (4 * (r_G + r_A) + 1) * d.n
         count, _ = self.columns
-        size = d.n_A if self.form == "lookup" else d.n
-        return 4 * count * size + of_base
+        size = self.dims.n_A if self.form == "lookup" else self.dims.n
+        return 4 * count * size + self.of_base
+
+    @property
+    def refresh_flops(self) -> int:
+        """Operations of a refresh, roughly: U's columns, its Gram and basis, and P's factors."""
+        d = self.dims
+        k = self.rank if self.form == "merged" else 0
+        positions = d.kappa if d.own is None else 1
+        of_U = 2 * d.samples * (positions + d.samples + k) * d.n
+        of_P = 4 * LEAST * d.base_rank * d.sides
+        return of_U + of_P + (d.samples + k) * self.of_base
 
 
 def plan(
@@ -172,7 +194,7 @@ def _what_fits(
 ) -> str:
     """The largest halving of the ranks that fits, in words."""
     of_U = 1 if c.form == "explicit" else c.rank  # that keeps every column
-    of_P = c.base.rank if c.base else 1
+    of_P = max(p.dims.base_rank for p in _plans(dims, c, pooled))
     while max(of_U, of_P) > 1:
         of_U = max(1, of_U // 2)
         of_P = max(1, of_P // 2)
@@ -202,7 +224,7 @@ def _layer_plan(d: Dims, c: Curvature, pooled: bool) -> Plan:
     form, rank, why = _form(d, c, pooled)
     if c.base is None:
         return Plan(d, form, rank, why, c.centres)
-    d = d.based(c.base.rank)
+    d = d.based(c.base.of(d.convolution).rank)
     # In the coordinates of P, factors may be no fewer numbers than columns.
     shrinks = d.factored and d.sides * min(rank, d.kappa) < d.n
     if form == "implicit" and not shrinks:

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from seng.checks import check_number
+from seng.checks import Periods, check_number
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
 from seng.optim.engine import Engine
 from seng.optim.preconditioned import Preconditioned
-from seng.optim.settings import DAMPING, REFRESH_EVERY, settings_of
+from seng.optim.settings import settings_of
+from seng.recipes.recipe import SGD
 
 
 class Attachment:
@@ -116,8 +117,8 @@ def attach(
     optimizer: Optimizer,
     module: nn.Module,
     *,
-    damping: float = DAMPING,
-    refresh_every: int = REFRESH_EVERY,
+    damping: float = SGD.damping,
+    refresh_every: Periods | None = None,
     curvature: Curvature | Metric | None = None,
     strategy: str | None = None,
     strict: bool = False,

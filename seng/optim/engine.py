@@ -118,12 +118,12 @@ class Engine:
             unused.append(own)
         if not sites:
             raise ValueError(
-                f"no layer of {type(self.module).__name__} is covered, so "
-                f"{self.settings.name} would be SGD: {listed(uncovered)}"
+                f"no layer of {type(self.module).__name__} is covered, so all would take "
+                f"{recipe.others}: {listed(uncovered)}"
             )
         wanted = ON_REQUEST, *unused
         told = {k: why for k, why in uncovered.items() if why not in wanted}
-        self.notices.uncovered(told)
+        self.notices.uncovered(told, recipe.others)
         return sites, uncovered
 
     def _meet(self, sites: Sequence[Site]) -> None:
@@ -162,7 +162,7 @@ class Engine:
     def _arm(self, begin: bool = True) -> None:
         """Look ahead at the coming step; `begin`: whatever waits is of another."""
         clock, before = self.clock, self.clock.due
-        due = clock.steps % self.settings.refresh_every == 0
+        due = self.settings.refreshes(clock.steps)
         clock.due = due or clock.owed or clock.missed
         if begin or before or clock.due or self.collector.own:
             self.collector.arm(clock.due)

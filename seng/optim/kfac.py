@@ -10,15 +10,19 @@ Martens 2016): dense factors, power 1, Tikhonov's damping, at the method's own l
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from seng.checks import Periods
 from seng.distributed.team import team_of
 from seng.layers.sites import is_sharded
 from seng.metrics.choose import metric_of
 from seng.metrics.curvature import Damp, Kronecker
+from seng.metrics.metric import Metric
 from seng.optim.preconditioned import Preconditioned
-from seng.optim.settings import REFRESH_EVERY, Settings, settings_of
+from seng.optim.settings import Settings, settings_of
 from seng.recipes.recipe import recipe_of
 
 # With lr 0.1 the best of 0.001 to 1 on digits, few seeds; lr ≈ λ/10 to λ/3.
@@ -58,7 +62,7 @@ class KFAC(Preconditioned):
         decay: float | None = None,
         damp: Damp = "floor",
         damping: float | None = None,
-        refresh_every: int = REFRESH_EVERY,
+        refresh_every: Periods | None = None,
         strategy: str | None = None,
         sample_dim: int = 0,
         strict: bool = False,
@@ -68,7 +72,7 @@ class KFAC(Preconditioned):
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
     ) -> None:
-        metric = metric_of(Kronecker(power, rank, floor, decay, damp))
+        metric = _metric(recipe, power, rank, floor, decay, damp)
         super().__init__(
             params,
             module,
@@ -117,6 +121,11 @@ class KFAC(Preconditioned):
                 "KFAC works on whole parameters, and these are DTensors, spread over a "
                 "device mesh (FSDP2): seng.SENG works there"
             )
+
+
+def _metric(recipe: str, *asked: Any) -> Metric:
+    """The metric, with the recipe's power where none is asked for."""
+    return metric_of(Kronecker(*asked), recipe_of(recipe).power)
 
 
 def _damping_of(damp: Damp, damping: float | None) -> float | None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from seng.checks import check_number
+from seng.checks import Periods, check_number
 from seng.metrics.curvature import Curvature
 from seng.metrics.metric import Metric
 from seng.optim.preconditioned import Preconditioned
-from seng.optim.settings import DAMPING, REFRESH_EVERY, settings_of
+from seng.optim.settings import settings_of
+from seng.recipes.recipe import recipe_of
 
 
 class SENG(Preconditioned):
@@ -53,8 +54,8 @@ class SENG(Preconditioned):
         module: nn.Module | None = None,
         recipe: str = "sgd",
         weight_decay: float = 0.0,
-        damping: float = DAMPING,
-        refresh_every: int = REFRESH_EVERY,
+        damping: float | None = None,
+        refresh_every: Periods | None = None,
         curvature: Curvature | Metric | None = None,
         strategy: str | None = None,
         sample_dim: int = 0,
@@ -65,6 +66,8 @@ class SENG(Preconditioned):
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
     ) -> None:
+        if damping is None:
+            damping = recipe_of(recipe).damping
         check_number("damping", damping, positive=True)
         super().__init__(
             params,

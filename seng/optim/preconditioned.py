@@ -145,7 +145,7 @@ class Preconditioned(RecipeOptimizer):
         name, settings = type(self).__name__, self.settings
         Notices(settings.strict).refuse(
             "module",
-            "no module was given, so every parameter takes the plain gradient in recipe="
+            f"no module was given, so every parameter takes {self.recipe.others} in recipe="
             f"{settings.recipe!r}; write {name}(model, …), or module=model beside your parameters",
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from seng.checks import check_period
+from seng.checks import Periods, check_period, periods_of
 from seng.distributed.team import Team, team_of
 from seng.layers.sites import is_sharded
 from seng.metrics.choose import metric_of
@@ -28,13 +28,19 @@ class Settings:
     """What an optimizer tells its engine, alike on all ranks."""
 
     metric: Metric
-    refresh_every: int
+    refresh_every: Periods
     recipe: str = "sgd"
     strategy: str | None = None
     sample_dim: int = 0
     strict: bool = False
     curvature: Curvature = ANY
     name: str = "SENG"  # of the optimizer, for messages
+
+    def refreshes(self, step: int) -> bool:
+        """Whether a step is one of those that refresh."""
+        periods = periods_of(self.refresh_every)
+        start = max(s for s in periods if s <= step)
+        return (step - start) % periods[start] == 0
 
 
 @dataclass
@@ -64,17 +70,17 @@ class StepCache:
     refreshed: Sequence[int] = ()  # layers whose directions are to be compared
 
 
-# Why these two: docs/tuning.md.
-DAMPING = 0.01  # of each layer's largest eigenvalue
-REFRESH_EVERY = 20
-
-
 def settings_of(
     curvature: Curvature | Metric | None,
     module: nn.Module | None,
+    recipe: str = "sgd",
+    refresh_every: Periods | None = None,
     **common: Any,
 ) -> Settings:
     """Settings of an engine, checked; `common` are those of any metric."""
+    if refresh_every is None:
+        refresh_every = recipe_of(recipe).refresh_every
+    common |= {"recipe": recipe, "refresh_every": refresh_every}
     if isinstance(curvature, Metric):
         settings = Settings(curvature, **common)
         _check_common(settings, module)
@@ -82,7 +88,7 @@ def settings_of(
     curvature = Curvature() if curvature is None else curvature
     if not isinstance(curvature, Curvature):
         raise TypeError(f"curvature is a seng.Curvature, not {curvature!r}")
-    metric = metric_of(curvature)
+    metric = metric_of(curvature, recipe_of(recipe).power)
     settings = Settings(metric, **common, curvature=curvature)
     _check_common(settings, module)
     _check_units(curvature, recipe_of(settings.recipe))

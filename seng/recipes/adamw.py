@@ -38,7 +38,7 @@ class AdamW(Recipe):
     """A metric's direction at the length of Adam's own update."""
 
     prompt = True
-    others: ClassVar[str] = "AdamW"
+    others: ClassVar[str] = "AdamW's step"
     lr: ClassVar[float] = 1e-3
     options: ClassVar[dict[str, Any]] = {"betas": (0.9, 0.999), "eps": 1e-8}
 

@@ -92,8 +92,10 @@ class Muon(Recipe):
     """
 
     whole = prompt = True
-    others: ClassVar[str] = "AdamW"
+    others: ClassVar[str] = "AdamW's step"
     lr: ClassVar[float] = 0.02
+    damping: ClassVar[float] = 1.0
+    power: ClassVar[float | None] = 0.25
     options: ClassVar[dict[str, Any]] = {
         "momentum": 0.95,
         "nesterov": True,

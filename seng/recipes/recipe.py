@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
+from seng.checks import Periods
 from seng.layers.sites import Site
 
 Group = Mapping[str, Any]
@@ -39,9 +40,13 @@ class Recipe(ABC):
     """One step of a param group."""
 
     name: ClassVar[str]  # as users ask for it
-    lr: ClassVar[float] = 0.1  # where none is given
+    # Where none are given: why these, docs/tuning.md.
+    lr: ClassVar[float] = 0.1
+    damping: ClassVar[float] = 0.01  # of each layer's largest eigenvalue
+    refresh_every: ClassVar[Periods] = {0: 2, 50: 5, 300: 20}
+    power: ClassVar[float | None] = None  # as seng.Kronecker has it
     options: ClassVar[dict[str, Any]] = {}
-    others: ClassVar[str] = "plain gradient"  # of what it refuses
+    others: ClassVar[str] = "the plain gradient"  # of all other parameters
     fuses = False  # whether the GPU's fused step of SGD does the same
     whole = False  # whether it works on whole matrices of this step
     prompt = False  # whether it works on gradients of this step

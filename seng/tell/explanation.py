@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seng.checks import Periods, check_period, periods_of
 from seng.layers.sites import Member, Site, differs, survey
 from seng.linalg.memory import memory_budget, size_of
 from seng.metrics.choose import metric_of
@@ -42,11 +43,18 @@ class Explanation:
 
     plans: tuple[Plan, ...]
     uncovered: Mapping[str, str]
-    others: str = "plain gradient"  # what these take
+    others: str = "the plain gradient"  # what these take
+    refresh_every: Periods = 1
+    passes: int = 0  # operations of forward and backward in these layers
 
     @property
     def bytes(self) -> int:
         return sum(p.bytes for p in self.plans)
+
+    def share(self, period: int) -> float:
+        """What curvature costs on average, in forward and backward passes of these layers."""
+        each = sum(p.flops + p.refresh_flops / period for p in self.plans)
+        return each / max(1, self.passes)
 
     def __str__(self) -> str:
         rows = [HEAD, *map(_row, self.plans)]
@@ -56,6 +64,11 @@ class Explanation:
         lines = ["  ".join(cells) for cells in zip(*columns, strict=True)]
         size = size_of(self.bytes)
         lines.append(f"{len(self.plans)} layers covered, {size} of curvature")
+        for start, period in periods_of(self.refresh_every).items():
+            lines.append(
+                f"from step {start} a refresh every {period} steps: {self.share(period):.0%} of the "
+                "operations of forward and backward, solves included"
+            )
         for name, why in self.uncovered.items():
             lines.append(f"{self.others}: {name}: {why}")
         return "\n".join(line.rstrip() for line in lines)
@@ -91,13 +104,15 @@ def explain(
     curvature: Curvature | Metric | None = None,
     *,
     recipe: str = "sgd",
+    refresh_every: Periods | None = None,
 ) -> Explanation:
     """Run one forward pass and tell what would be done with each layer, and why.
 
-    Per layer: its shapes, the form chosen, its bytes and cost. `batch` is what the module takes: a
-    tensor, a tuple of arguments or a dict of keywords; of an (inputs, targets) pair the first is
-    taken when the module has one argument. Nothing about the module changes, running statistics
-    included. `recipe`: under "muon" heads, tables, norms and biases are listed as AdamW's.
+    Per layer: its shapes, the form chosen, its bytes and cost; of all, what a step costs on
+    average, refreshes included, as a share of forward and backward. `batch` is what the module
+    takes: a tensor, a tuple of arguments or a dict of keywords; of an (inputs, targets) pair the
+    first is taken when the module has one argument. Nothing about the module changes, running
+    statistics included. `recipe`: under "muon" heads, tables, norms and biases are AdamW's.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     found, uncovered = survey(module, trained)
@@ -112,27 +127,27 @@ def explain(
     calls = _calls(module, batch, sites)
     # As a backward sees them: of several numbers, the last call's.
     B = mode([call.samples for call in calls[::-1]]) if calls else 0
-    curvature = Curvature() if curvature is None else curvature
-    metric: Any = curvature
-    samples = B
-    budget = None
-    if isinstance(curvature, Curvature):
-        metric = metric_of(curvature)
-        samples = min(B, curvature.samples or B)
-        budget = memory_budget(curvature.memory, module)
-    dims = []
+    metric: Any = Curvature() if curvature is None else curvature
+    samples, budget = B, None
+    if isinstance(metric, Curvature):
+        samples = min(B, metric.samples or B)
+        budget = memory_budget(metric.memory, module)
+        metric = metric_of(metric, kind.power)
+    used = {}
     for site in sites:
         own = [call for call in calls if call.site is site]
-        others = [call.samples for call in own if call.samples != B]
-        if not own:
-            uncovered[site.name] = "not used in this forward pass"
-        elif others:
-            uncovered[site.name] = differs(others[0], B)
+        why = _unusable(own, B)
+        if why is None:
+            used[site] = max(1, sum(call.positions for call in own))
         else:
-            kappa = sum(call.positions for call in own)
-            dims.append(site_dims(site, max(1, kappa), samples))
+            uncovered[site.name] = why
+    dims = [site_dims(site, kappa, samples) for site, kappa in used.items()]
     plans = tuple(metric.plan(dims, budget))
-    return Explanation(plans, uncovered, kind.others)
+    if refresh_every is None:
+        refresh_every = kind.refresh_every
+    check_period(refresh_every)
+    passes = sum(6 * B * p.dims.kappa * p.dims.n for p in plans)
+    return Explanation(plans, uncovered, kind.others, refresh_every, passes)
 
 
 class Call(NamedTuple):
@@ -141,6 +156,14 @@ class Call(NamedTuple):
     site: Site
     samples: int
     positions: int  # κ
+
+
+def _unusable(calls: Sequence[Call], B: int) -> str | None:
+    """Why a layer has no plan; None: it has."""
+    if not calls:
+        return "not used in this forward pass"
+    others = [call.samples for call in calls if call.samples != B]
+    return differs(others[0], B) if others else None
 
 
 def _calls(module: nn.Module, batch: Any, sites: Sequence[Site]) -> list[Call]:

@@ -12,8 +12,13 @@ from torch.optim import SGD, AdamW
 from torch.utils._pytree import tree_leaves
 
 import seng
+from seng.checks import periods_of
 from seng.metrics.curvature import Form
-from seng.optim.settings import REFRESH_EVERY
+from seng.recipes.recipe import SGD as BRINGS_SGD
+
+GROWN = max(
+    periods_of(BRINGS_SGD.refresh_every).values()
+)  # what the library's T comes to
 
 DEFAULTS = ("kfac root", "seng")  # as they come, at the library's T
 BASELINES = (
@@ -48,7 +53,7 @@ class Setting:
     rank: int
     decay: float
     samples: int | None
-    default_every: int = REFRESH_EVERY  # T of what runs as it comes
+    default_every: int = GROWN  # T of what runs as it comes
 
     def period(self, name: str) -> int:
         """T of a contender."""

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from seng.lab.bench.contenders import CONTENDERS, Setting
+from seng.lab.bench.contenders import CONTENDERS, GROWN, Setting
 from seng.lab.bench.tasks import TASKS, Task, chosen
-from seng.optim.settings import REFRESH_EVERY
 
 STRATEGIES = ("shared", "block", "lagged")
 
@@ -200,7 +199,7 @@ class Options:
         )
         given = c.every or preset.every
         every = given or task.every
-        default_every = given or REFRESH_EVERY
+        default_every = given or GROWN
         rank = preset.rank if c.rank is None else c.rank
         decay = preset.decay if c.decay is None else c.decay
         samples = preset.samples if c.samples is None else c.samples

@@ -13,6 +13,7 @@ from seng.lab.report.summary import Estimate, Standing, Task, natural
 COLOURS = {
     "seng": ("#D55E00", "#F07A1F"),
     "seng-lowrank": ("#8C2D04", "#FFA066"),
+    "seng-adamw": ("#B5367A", "#F28BBF"),
     "seng-muon": ("#7A1F5C", "#E58BC4"),
     "seng-orthogonal": ("#B15928", "#D9A066"),  # of an earlier edition
     "seng-paper": ("#E69F00", "#F2B632"),

@@ -88,7 +88,8 @@ class Tune:
     task: Positional[str]
     """digits-cnn, mnist-autoencoder, fashion-cnn, cifar10-resnet18, …"""
     optimizers: tuple[str, ...] = ("seng", "sgd", "adam", "kfac")
-    """Of seng, seng-lowrank, seng-muon, seng-paper, kfac, kfac-root, kfac-floor, sgd, adam, adamw, muon, soap, shampoo."""
+    """Of seng, seng-adamw, seng-lowrank, seng-muon, seng-paper, kfac, kfac-root, kfac-floor, sgd, adam, adamw, muon, soap,
+    shampoo."""
     status: bool = False
     """Only say how far the studies of the task are."""
     search: Search = Search()
