@@ -202,6 +202,8 @@ METHODS: dict[str, Method] = {
     "default-resumed": default(loop="resumed"),
     "default-maximize": default(0.01, maximize=True),
     "default-muon": default(0.02, recipe="muon"),
+    "default-adamw": default(0.01, recipe="adamw", weight_decay=0.1),
+    "default-adamw-resumed": default(0.01, "resumed", recipe="adamw"),
     "root": kronecker(),
     "root-nesterov": kronecker(
         nesterov=True, weight_decay=0.01, momentum=0.8, floor=0.1**0.5
