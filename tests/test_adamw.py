@@ -29,7 +29,7 @@ METRICS: dict[str, Callable[..., Any]] = {
 }
 each_metric = pytest.mark.parametrize("metric", METRICS)
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:seng. these parameters take AdamW.s step: 4.weight"
+    "ignore:seng. these parameters take AdamW.s step. 4.weight"
 )  # of K-FAC, whose norms have no factors
 
 

@@ -597,7 +597,7 @@ def test_what_runs_as_it_comes_is_spread_over_its_own_period() -> None:
     task = TASKS["resnet18"]
     (first, _) = Options(amounts=Amounts(device="cpu")).settings(task)
     assert first.every == 200
-    library = seng.SENG(network()).settings.refresh_every
+    library = contenders.GROWN
     for name in contenders.CONTENDERS:
         own = name in ("seng", "kfac root")
         assert Row(name, first).every == (library if own else 200), name

@@ -114,10 +114,10 @@ def test_every_learning_rate_is_inside_its_grid_and_every_grid_has_the_same_size
     None
 ):
     assert [recipe.name for recipe in demo.RECIPES] == [
-        "SENG",
-        "SENG-Nesterov",
         "SGD",
-        "Adam",
+        "SENG (SGD)",
+        "AdamW",
+        "SENG (AdamW)",
         "K-FAC",
     ]
     for recipe in demo.RECIPES:
@@ -127,6 +127,8 @@ def test_every_learning_rate_is_inside_its_grid_and_every_grid_has_the_same_size
         assert [b / a for a, b in pairwise(recipe.grid)] == pytest.approx(
             [2] * 4
         ), recipe.name
+    rates = [recipe.lr for recipe in demo.RECIPES]
+    assert rates[0] == rates[1] and rates[2] == rates[3]
 
 
 def test_the_lines_can_be_told_apart() -> None:

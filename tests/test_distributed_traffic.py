@@ -84,8 +84,9 @@ def test_over_a_base_spread_parameters_send_its_columns_too(two):
     """r_G × n_A numbers of each layer with the k of Uᵀg; then two lengths of each."""
     P = seng.Kronecker(rank=2)
     extra, _ = beyond(two, "shared", "fsdp", seng.Curvature(rank=5, base=P))
-    columns = (9 + 1) + (64 + 1) + (8 + 1)  # n_A of the three layers
-    numbers = 3 * 5 + 2 * columns + 3 * 2
+    # r_G·n_A of the three layers; 4 and 3 outputs stay whole.
+    columns = 4 * (9 + 1) + 2 * (64 + 1) + 3 * (8 + 1)
+    numbers = 3 * 5 + columns + 3 * 2
     assert all(extra[i] == (numbers * 8, 2) for i in IDLE)
 
 
@@ -97,7 +98,10 @@ def resnet50(rank, half):
     gradient = sum(p.numel() * p.element_size() for p in model.parameters())
     wrapped = nn.parallel.DistributedDataParallel(model)
     opt = seng.SENG(
-        wrapped, lr=0.01, refresh_every=200, curvature=seng.Curvature(rank=16)
+        wrapped,
+        lr=0.01,
+        refresh_every=200,
+        curvature=seng.Curvature(rank=16, samples=16),
     )
     x, y = torch.randn(8, 3, 32, 32), torch.randint(1000, (8,))
     with torch.autocast("cpu", torch.bfloat16, enabled=half):

@@ -34,7 +34,12 @@ OPTIONS = {
     "lr": 0.1,
     "damping": 0.05,
     "refresh_every": 5,
-    "curvature": seng.Curvature(relative_damping=False),
+    # P⁻¹ stretches the rounding of half precision, the more the lower its floor.
+    "curvature": seng.Curvature(
+        relative_damping=False,
+        samples=16,
+        base=seng.Kronecker(floor=0.1),
+    ),
 }
 CLIP = 0.5
 TOKENS = torch.stack(

@@ -268,14 +268,13 @@ class RootKFAC(Recipe):
     nesterov: bool = BRINGS_SGD.options["nesterov"]
     refresh_every: int | None = None  # as the library has it
     kronecker_rank: int | None = KRONECKER.rank
-    kronecker_floor: float = KRONECKER.floor
+    kronecker_floor: float | None = KRONECKER.floor
     kronecker_decay: float = KRONECKER.decay
     power: ClassVar[float] = 0.5
     name: ClassVar[str] = "kfac-root"
     space: ClassVar[Space] = {
         "lr": Between(1e-2, 1.0),
         "weight_decay": Between(1e-4, 2e-3),
-        "kronecker_floor": Between(1e-2, 1.0),
     }
 
     def optimizer(self, model: nn.Module) -> Steps:
@@ -354,7 +353,7 @@ class SENG(LowRank):
 
     kronecker_power: float | None = KRONECKER.power
     kronecker_rank: int | None = KRONECKER.rank
-    kronecker_floor: float = KRONECKER.floor
+    kronecker_floor: float | None = KRONECKER.floor
     kronecker_decay: float = KRONECKER.decay
     name: ClassVar[str] = "seng"
     space: ClassVar[Space] = {
@@ -401,6 +400,7 @@ class MuonSENG(SENG):
     """SENG's directions before Muon's step: `seng.SENG(model, lr, recipe="muon")`."""
 
     lr: float = BRINGS_MUON.lr
+    damping: float = BRINGS_MUON.damping
     momentum: float = BRINGS_MUON.options["momentum"]
     nesterov: bool = BRINGS_MUON.options["nesterov"]
     name: ClassVar[str] = "seng-muon"

@@ -149,11 +149,7 @@ class KroneckerPower:
         """P^e z (n,); at every step, so with as few calls as possible."""
         h, n_G, _ = self.V_G.shape
         X = z.view(h, n_G, -1)
-        if self.D_G is None:
-            V = self.V_G
-            X = torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(self.w_G))
-        else:
-            X = torch.baddbmm(X, self.D_G, X)
+        X = _before(X, self.V_G, self.w_G, self.D_G)
         return self._by_inputs(X).mul_(self.c).reshape(-1)
 
     def _by_inputs(self, X: Tensor) -> Tensor:
@@ -176,11 +172,8 @@ class KroneckerPower:
         """P^e of each row of Y (k, n)."""
         h, n_G, _ = self.V_G.shape
         X = Y.view(len(Y) * h, n_G, -1)
-        if self.D_G is None:
-            V, w = _repeated(self.V_G, len(Y)), _repeated(self.w_G, len(Y))
-            X = torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(w))
-        else:
-            X = torch.baddbmm(X, _repeated(self.D_G, len(Y)), X)
+        outputs = self.V_G, self.w_G, self.D_G
+        X = _before(X, *[_repeated(t, len(Y)) for t in outputs])
         X = X.view(len(Y), h, n_G, -1).transpose(0, 1).flatten(1, 2)
         X = self._by_inputs(X).mul_(self.c)
         return X.view(h, len(Y), -1).transpose(0, 1).flatten(1)
@@ -237,6 +230,13 @@ class Beside:
         return X.baddbmm_(weights, self.right.mT).view(-1)
 
 
+def _before(X: Tensor, V: Any, w: Any, D: Any) -> Tensor:
+    """I + V diag(w) Vᵀ = I + D times X (h, n, N)."""
+    if D is None:
+        return torch.baddbmm(X, V, torch.bmm(V.mT, X).mul_(w))
+    return torch.baddbmm(X, D, X)
+
+
 def _along(X: Tensor, V: Tensor, w: Tensor, D: Tensor | None) -> Tensor:
     """Rows of X (h, N, n) times I + V diag(w) Vᵀ = I + D."""
     if D is None:
@@ -254,8 +254,10 @@ def _along_factors(
     return rows.view(h, samples, r, n).permute(1, 0, 3, 2)
 
 
-def _repeated(X: Tensor, count: int) -> Tensor:
+def _repeated(X: Any, count: int) -> Any:
     """X (h, …) so many times, one after the other."""
+    if X is None:
+        return None
     return X.expand(count, *X.shape).flatten(0, 1)
 
 

@@ -133,7 +133,9 @@ class Plan:
             of_base = 2 * d.n  # v, and P⁻¹
         elif d.base == "kronecker":
             r_G, r_A = d.kept
-            vectors = n_G * r_G + n_A * r_A
+            # Beside V of a side that is kept whole stands V diag(w) Vᵀ.
+            vectors = n_G * r_G * (1 + (r_G == n_G))
+            vectors += n_A * r_A * (1 + (r_A == n_A))
             of_base = h * (vectors + 2 * (r_G + r_A) + 3) + 2
         of_roots = 0  # columns are centred themselves
         if self.centred and self.form in ("implicit", "lookup"):
@@ -146,8 +148,11 @@ class Plan:
         d = self.dims
         if d.base != "kronecker":
             return 0 if d.base == "identity" else d.n
-        sides = zip(d.kept, d.shape[1:], strict=True)
-        return sum((4 if r < n else 2) * r * d.n for r, n in sides) + d.n
+        products = 1
+        for r, n in zip(d.kept, d.shape[1:], strict=True):
+            each = 4 if r < n else 2
+            products += each * r
+        return products * d.n
 
     @property
     def flops(self) -> int:
@@ -161,8 +166,7 @@ class Plan:
         """Operations of a refresh, roughly: U's columns, its Gram and basis, and P's factors."""
         d = self.dims
         k = self.rank if self.form == "merged" else 0
-        positions = d.kappa if d.own is None else 1
-        of_U = 2 * d.samples * (positions + d.samples + k) * d.n
+        of_U = 2 * d.samples * (d.kappa + d.samples + k) * d.n
         of_P = 4 * LEAST * d.base_rank * d.sides
         return of_U + of_P + (d.samples + k) * self.of_base
 

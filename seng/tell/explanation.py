@@ -65,9 +65,11 @@ class Explanation:
         size = size_of(self.bytes)
         lines.append(f"{len(self.plans)} layers covered, {size} of curvature")
         for start, period in periods_of(self.refresh_every).items():
+            share = self.share(period)
             lines.append(
-                f"from step {start} a refresh every {period} steps: {self.share(period):.0%} of the "
-                "operations of forward and backward, solves included"
+                f"from step {start} a refresh every {period} steps: "
+                f"{share:.0%} of the operations of forward and backward, "
+                "solves included"
             )
         for name, why in self.uncovered.items():
             lines.append(f"{self.others}: {name}: {why}")

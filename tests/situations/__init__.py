@@ -123,7 +123,7 @@ def loop(model, opt, start=0, stop=9, run=None, step=None, scaler=None):
 def sengs(model, **options):
     absolute = {
         "damping": 0.3,
-        "curvature": seng.Curvature(relative_damping=False),
+        "curvature": seng.Curvature(relative_damping=False, samples=16),
     }  # a relative λ would not see a wrong scale
     return seng.SENG(
         model, **{"lr": 0.05, "refresh_every": 3, **absolute, **options}

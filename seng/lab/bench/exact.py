@@ -229,7 +229,8 @@ def exact(
 
 def doubled(power: Any) -> Any:
     """P⁻¹ in float64."""
-    tensors = {f.name: getattr(power, f.name) for f in fields(power)}
+    values = {f.name: getattr(power, f.name) for f in fields(power)}
+    tensors = {name: t for name, t in values.items() if t is not None}
     return replace(power, **{name: t.double() for name, t in tensors.items()})
 
 
