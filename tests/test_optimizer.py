@@ -276,7 +276,7 @@ def test_layers_of_another_power_are_refreshed_at_the_step_after_loading():
     opt = seng.KFAC(model, power=1)
     model(x).square().mean().backward()
     opt.step()
-    other = seng.KFAC(model)
+    other = seng.KFAC(model, refresh_every=20)
     with pytest.warns(UserWarning, match="of 1 layers is of another kind"):
         other.load_state_dict(opt.state_dict())
     assert other.refresh_due
