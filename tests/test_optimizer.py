@@ -288,6 +288,32 @@ def test_layers_of_another_power_are_refreshed_at_the_step_after_loading():
     assert len(cosines) == 2 and max(cosines) < 1
 
 
+def test_a_period_that_grows_survives_a_checkpoint():
+    """Each phase begins with a refresh; the steps count on after loading."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+    grows = {0: 2, 5: 3, 12: 5}
+    want = [0, 2, 4, 5, 8, 11, 12, 17]
+    opt, found = seng.SENG(model, refresh_every=grows), []
+    for step in range(20):
+        if step == 7:
+            saved = opt.state_dict()
+            opt = seng.SENG(model, refresh_every=grows)
+            opt.load_state_dict(saved)
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+        found.append(opt.last_refresh)
+    assert [i for i, last in enumerate(found) if last == i] == want
+    assert seng.SENG(model).settings.refresh_every == SGD.refresh_every
+    explained = seng.explain(model, x, refresh_every=grows)
+    shares = [explained.share(period) for period in grows.values()]
+    assert shares == sorted(shares, reverse=True) and shares[0] > shares[2]
+    for start, period in grows.items():
+        told = f"from step {start} a refresh every {period} steps: "
+        assert told in str(explained)
+
+
 def test_a_scheduler_drives_lr_and_a_closure_is_run():
     model = plain_network()
     opt = seng.SENG(model, lr=0.1)

@@ -43,7 +43,7 @@ class KFAC(Preconditioned):
         power, rank, floor, decay, damp: as in `seng.Kronecker`.
         damping: λ of damp="tikhonov", absolute; damp="floor" has none. The direction is then the
             method's own, so that λ → ∞ is SGD with the learning rate lr/λ.
-        refresh_every: the steps from one refresh of the factors to the next.
+        refresh_every: the steps from one refresh of the factors to the next, as in `seng.SENG`.
         strategy, sample_dim, strict, maximize: as in `seng.SENG`.
         momentum, nesterov, betas, eps: as the recipe's optimizer has them; None: its defaults.
     """

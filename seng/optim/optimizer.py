@@ -32,8 +32,9 @@ class SENG(Preconditioned):
         recipe: "sgd", "adamw", "muon" or "paper": whose learning rate and weight decay these are.
         weight_decay: as the recipe has it: coupled for "sgd" and "paper", else decoupled.
         damping: λ, in units of each layer's largest eigenvalue (`Curvature.relative_damping`).
-            Large is closer to the Kronecker metric alone, `seng.KFAC`.
-        refresh_every: T, the steps from one refresh of the curvature to the next.
+            Large is closer to the Kronecker metric alone, `seng.KFAC`. None: 0.01; of "muon" 1.
+        refresh_every: T, the steps from one refresh of the curvature to the next: a number, or one
+            from each step on, as {0: 2, 50: 5, 300: 20}, the default.
         curvature: a `seng.Curvature`; None: its defaults.
         strategy: how ranks share the curvature: "shared" (the default), "block", "lagged", or
             "local" for a network that other processes do not train.
